@@ -1,0 +1,301 @@
+"""EngineCore: messages in, plans and outputs out. plan() promises, commit() keeps, abort_step() takes back.
+
+A pure function of its messages: it reads no clock (times are handed in) and draws no random numbers, so a recorded list of
+messages replays exactly. Every exception has an owner: what is wrong with one request ends that request; only a broken
+invariant leaves these methods.
+"""
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from engine_core.block_hash import BlockHasher
+from engine_core.block_manager import BlockManager
+from engine_core.outbox import NUMBER_SHIFT, Outbox
+from engine_core.recovery import forget_pool, requests_of, undo_in_flight
+from engine_core.request import Request
+from engine_core.scheduler import Scheduler, Step
+from engine_core.stop import StopChecker
+from engine_core.update import update
+from ipc.config import CacheConfig, SchedulerConfig
+from ipc.errors import FAULT, INVALID
+from ipc.messages import (EMPTY, FINISH_ABORT, FINISH_ERROR, Abort, AddRequest, Admitted, Command, CommandReply, Finished,
+                          ModelRunnerOutput, NewRow, Outputs, SchedulerOutput, StepFailed, WorkerReady)
+
+logger = logging.getLogger(__name__)
+
+MAX_FAULTS = 2                                  # failed steps a request survives, less one
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def _pack(numbers: list[int]) -> memoryview:
+    return memoryview(np.array(numbers, np.int32)).cast("B") if numbers else EMPTY
+
+
+class EngineCore:
+    """One engine: requests of all frontends, one scheduler, plans in flight up to the window."""
+
+    def __init__(self, scheduler_config: SchedulerConfig, cache: CacheConfig, ready: WorkerReady, hash_key: bytes) -> None:
+        self.ready = ready
+        blocks = BlockManager(ready.num_blocks, cache.block_size, cache.enable_prefix_caching)
+        self.scheduler = Scheduler(scheduler_config, blocks, BlockHasher(hash_key, cache.block_size),
+                                   num_host_slots=ready.num_host_blocks, max_model_len=ready.max_model_len)
+        self.stop = StopChecker(ready.eos_token_ids, ready.vocab_size)
+        self.window = 2 if scheduler_config.async_scheduling else 1
+        self.requests: dict[int, Request] = {}
+        self.outbox = Outbox()
+        self.step = 0                           # number of the last plan
+        self.committed_step = 0
+        self._arrivals = 0
+        self._needs_reset = False
+        self._is_blocked = False                # the last plan was empty; wait for news before the next
+        self._commands = {"stats": self._stats, "reset_prefix_cache": self._reset_prefix_cache,
+                          "request_status": self._request_status, "check": self._check}
+
+    # ------------------------------------------------------------ messages of frontends
+
+    def handle(self, number: int, message: Any) -> CommandReply | None:
+        """Take one message of frontend `number`. Only a Command is answered by the return value."""
+        self._is_blocked = False
+        if isinstance(message, AddRequest):
+            self._add(number, message)
+        elif isinstance(message, Abort):
+            for request_id in message.request_ids:
+                request = self.requests.get(request_id)
+                if request is not None and request_id >> NUMBER_SHIFT == number:
+                    self._end(request, FINISH_ABORT)
+        elif isinstance(message, Command):
+            return self._command(message)
+        else:
+            logger.warning("frontend %d sent a %s, which is not for the core; dropped", number, type(message).__name__)
+        return None
+
+    def _add(self, number: int, message: AddRequest) -> None:
+        request_id = message.request_id
+        error = ""
+        if request_id >> NUMBER_SHIFT != number or request_id in self.requests:
+            error = f"request id {request_id} is not free for frontend {number}"
+        elif len(message.prompt_token_ids) % 4 or len(message.output_token_ids) % 4:
+            error = "token ids must be whole int32 values"
+        else:
+            tokens = np.frombuffer(message.prompt_token_ids, np.int32)
+            if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.stop.vocab_size:
+                error = f"prompt has token ids {tokens.min()} to {tokens.max()}; the model's are 0 to {self.stop.vocab_size - 1}"
+        if not error:
+            self._arrivals += 1
+            request = Request(message, self._arrivals)
+            try:
+                message.sampling_params.check_for_model(self.stop.vocab_size)
+                self.scheduler.add(request, message.cache_salt)
+            except ValueError as problem:
+                error = str(problem)
+            else:
+                self.requests[request_id] = request
+                return
+        self.outbox.finished(Finished(request_id, FINISH_ERROR, error_code=INVALID, message=error), number)
+
+    def _end(self, request: Request, reason: int, *, stop_token: int = -1, code: int = 0, message: str = "") -> None:
+        """End a request that has not ended, now."""
+        self.scheduler.finish(request)
+        self._report_end(request, reason, stop_token, code, message)
+
+    def _report_end(self, request: Request, reason: int, stop_token: int = -1, code: int = 0, message: str = "") -> None:
+        del self.requests[request.request_id]
+        self.outbox.finished(Finished(request.request_id, reason, stop_token, code, message, request.num_cached_tokens,
+                                      request.num_preemptions), request.request_id >> NUMBER_SHIFT)
+
+    def frontend_gone(self, number: int) -> None:
+        """A frontend ended or said Hello anew: nobody waits for what it had asked."""
+        for request in [r for r in self.requests.values() if r.request_id >> NUMBER_SHIFT == number]:
+            self._end(request, FINISH_ABORT)
+        self.outbox.forget(number)
+        self._is_blocked = False
+
+    # ------------------------------------------------------------ plan and commit
+
+    def can_plan(self) -> bool:
+        scheduler = self.scheduler
+        window = 1 if scheduler.suspects else self.window
+        return scheduler.has_work and not self._is_blocked and len(scheduler.rows.in_flight) < window
+
+    def plan(self, now_ns: int = 0) -> SchedulerOutput | None:
+        """The next step, or None when nothing can be computed until a result or a message arrives.
+
+        Raises RuntimeError when work exists, nothing is in flight and nothing could be scheduled: the progress theorem.
+        """
+        scheduler = self.scheduler
+        rows = scheduler.rows
+        idle = not rows.in_flight
+        step = scheduler.schedule()
+        for request in step.new:
+            if request.num_preemptions == 0:
+                self.outbox.admitted(Admitted(request.request_id, request.num_cached_tokens,
+                                              request.max_total_tokens - request.num_prompt_tokens, now_ns),
+                                     request.request_id >> NUMBER_SHIFT)
+        new, tokens, block_ids = self._new_rows(step)
+        number = self.step + 1
+        record = scheduler.promise(step, number)
+        if record is None:
+            if idle and scheduler.has_work:
+                raise RuntimeError(f"no progress: {rows.n} running, {len(scheduler.waiting)} waiting, "
+                                   f"{scheduler.blocks.num_free} of {scheduler.blocks.num_blocks} blocks free, "
+                                   "nothing in flight, nothing scheduled")
+            self._is_blocked = True
+            return None
+        self.step = number
+        record.begin_ns = now_ns
+        plan = SchedulerOutput(number, rows.n, new=new, new_tokens=tokens, new_blocks=block_ids,
+                               swap_out=_pack(step.swap_out), copies=_pack(step.copies), swap_in=_pack(step.swap_in))
+        if self._needs_reset:
+            plan.reset, self._needs_reset = True, False
+        else:
+            plan.moves = _pack(rows.moves)
+            if step.extend:
+                plan.extend = _pack([x for request, block in step.extend for x in (request.row, block)])
+            if step.advance:
+                plan.advance = _pack([x for request, count in step.advance for x in (request.row, count)])
+        rows.moves.clear()
+        if step.chunks or step.idle:
+            plan.counts = _pack([x for request, count in step.chunks if count != 1 for x in (request.row, count)]
+                                + [x for request in step.idle for x in (request.row, 0)])
+        return plan
+
+    def _new_rows(self, step: Step) -> tuple[list[NewRow], memoryview, memoryview]:
+        """The rows the worker does not know: those admitted now, or all of them after a reset."""
+        rows = self.scheduler.rows
+        requests = step.new
+        advance: dict[Request, int] = {}
+        if self._needs_reset:
+            requests = [r for r in rows.request[:rows.n] if r is not None]
+            advance = dict(step.advance)
+        if not requests:
+            return [], EMPTY, EMPTY
+        new, tokens, block_ids = [], bytearray(), []
+        for request in requests:
+            rows.flush(request)
+            tokens += request.tokens
+            block_ids += request.blocks
+            new.append(NewRow(request.request_id, request.num_known_tokens, request.num_prompt_tokens,
+                              int(rows.planned[request.row]) + advance.get(request, 0), len(request.blocks),
+                              request.params, request.choice))
+        return new, memoryview(tokens), _pack(block_ids)
+
+    def plan_sent(self, now_ns: int) -> None:
+        """Work that no plan waits for: call after the plan is on its way."""
+        in_flight = self.scheduler.rows.in_flight
+        if in_flight:
+            in_flight[-1].end_ns = now_ns
+        self.scheduler.settle()
+
+    def commit(self, result: ModelRunnerOutput, now_ns: int = 0) -> None:
+        """Enter the result of the oldest plan in flight. Results of steps nobody waits for are counted and dropped."""
+        scheduler = self.scheduler
+        in_flight = scheduler.rows.in_flight
+        if not in_flight or in_flight[0].step != result.step:
+            scheduler.stats.num_late_results += 1
+            return
+        record = in_flight[0]
+        tokens = np.frombuffer(result.tokens, np.int32)
+        bad = np.frombuffer(result.bad_rows, np.int32)
+        news = update(scheduler, self.stop, tokens, bad)
+        self._is_blocked = False
+        self.committed_step = result.step
+        self.outbox.tokens(news.ids, news.index, news.tokens)
+        self.outbox.stamps = (record.begin_ns, record.end_ns, result.received_ns, result.prepared_ns, result.launched_ns,
+                              result.done_ns, result.device_ns, now_ns)
+        for request, reason, token in news.done:
+            failed = reason == FINISH_ERROR
+            self._report_end(request, reason, token, FAULT if failed else 0,
+                             "the model produced values that are not finite for this request" if failed else "")
+
+    def abort_step(self, failure: StepFailed) -> None:
+        """A step failed on the worker, which waits for a reset. Nothing in flight counts; who is to blame, ends.
+
+        Named requests end with an error. When none is named, all of the step replay alone, one by one; one that fails
+        again is the cause and ends.
+        """
+        scheduler = self.scheduler
+        scheduler.stats.num_failed_steps += 1
+        record = next((r for r in scheduler.rows.in_flight if r.step == failure.step), None)
+        if record is None:
+            scheduler.stats.num_late_results += 1
+            return
+        suspects = requests_of(scheduler, record)
+        named = [self.requests[i] for i in failure.request_ids if i in self.requests]
+        undo_in_flight(scheduler)
+        self._needs_reset, self._is_blocked = True, False
+        guilty = named
+        if not named:
+            for request in suspects:
+                request.num_faults += 1
+            guilty = [r for r in suspects if r.num_faults >= MAX_FAULTS] if len(suspects) == 1 else []
+        for request in guilty:
+            self._end(request, FINISH_ERROR, code=FAULT, message=f"the worker failed on this request: {failure.reason}")
+        if not named:
+            scheduler.suspects = [r for r in suspects if r.row >= 0]
+
+    def worker_lost(self) -> None:
+        """The worker and its pool are gone; a new one, with no rows, will take the next plan."""
+        forget_pool(self.scheduler)
+        self._needs_reset = self._is_blocked = False
+
+    # ------------------------------------------------------------ outputs
+
+    def take_outputs(self, now_ns: int) -> list[tuple[int, Outputs]]:
+        """What there is to tell, per frontend. Cleared when `outbox.sent` says it left."""
+        return self.outbox.take(self, now_ns)
+
+    def beat(self, number: int) -> Outputs:
+        """The idle heartbeat for one frontend."""
+        return self.fill(Outputs(self.committed_step))
+
+    def fill(self, outputs: Outputs) -> Outputs:
+        outputs.step = self.committed_step
+        outputs.num_running, outputs.num_waiting = self.scheduler.rows.n, len(self.scheduler.waiting)
+        outputs.num_free_blocks = self.scheduler.blocks.num_free
+        return outputs
+
+    # ------------------------------------------------------------ commands
+
+    def _command(self, message: Command) -> CommandReply:
+        call = self._commands.get(message.name)
+        if call is None:
+            return CommandReply(message.call_id, msgspec.Raw(_encode(None)),
+                                f"unknown command {message.name!r}; known are {', '.join(self._commands)}")
+        try:
+            return CommandReply(message.call_id, msgspec.Raw(_encode(call(message))))
+        except ValueError as error:
+            return CommandReply(message.call_id, msgspec.Raw(_encode(None)), str(error))
+
+    def _stats(self, _: Command) -> dict[str, Any]:
+        scheduler = self.scheduler
+        stats = scheduler.stats
+        totals = {name: getattr(stats, name) for name in stats.__slots__}
+        return {**totals, "hit_rate": stats.hit_rate, "num_running": scheduler.rows.n,
+                "num_waiting": len(scheduler.waiting), "num_blocks": scheduler.blocks.num_blocks,
+                "num_free_blocks": scheduler.blocks.num_free, "num_evicted_blocks": scheduler.blocks.num_evicted,
+                "num_free_host_slots": scheduler.host.num_free}
+
+    def _reset_prefix_cache(self, _: Command) -> bool:
+        self.scheduler.reset_prefix_cache()
+        return True
+
+    def _request_status(self, message: Command) -> dict[str, Any]:
+        request = self.requests.get(message.request_id)
+        if request is None:
+            raise ValueError(f"no live request {message.request_id}")
+        running = request.row >= 0
+        rows = self.scheduler.rows
+        return {"state": request.status.name.lower(), "num_prompt_tokens": request.num_prompt_tokens,
+                "num_tokens": int(rows.known[request.row]) if running else request.num_known_tokens,
+                "num_computed_tokens": int(rows.computed[request.row]) if running else request.num_swapped_tokens,
+                "num_blocks": len(request.blocks), "num_cached_tokens": request.num_cached_tokens,
+                "num_preemptions": request.num_preemptions, "num_recomputed_tokens": request.num_recomputed_tokens}
+
+    def _check(self, _: Command) -> bool:
+        """Run every invariant now. Raises RuntimeError, which ends the process: for tests and --paranoid runs."""
+        self.scheduler.check_invariants(list(self.requests.values()))
+        return True

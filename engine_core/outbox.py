@@ -1,0 +1,91 @@
+"""What the core has to tell each frontend, collected until its socket takes it.
+
+A frontend that cannot take more costs nobody else anything: its outputs join here. Knows no sockets.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ipc.messages import Admitted, Finished, Outputs
+
+if TYPE_CHECKING:
+    from engine_core.core import EngineCore
+
+
+NUMBER_SHIFT = 40                               # request_id = frontend number << 40 | counter
+
+
+class _Pending:
+    """News for one frontend."""
+
+    __slots__ = ("columns", "admitted", "finished")
+
+    def __init__(self) -> None:
+        self.columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []     # ids int64, index int64, tokens int32
+        self.admitted: list[Admitted] = []
+        self.finished: list[Finished] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.columns or self.admitted or self.finished)
+
+
+class Outbox:
+    """News per frontend number, in the order of events."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, _Pending] = {}
+        self.stamps: tuple[int, ...] = ()       # of the last committed step, see ipc.messages.STAMPS
+
+    def _of(self, number: int) -> _Pending:
+        pending = self._pending.get(number)
+        if pending is None:
+            pending = self._pending[number] = _Pending()
+        return pending
+
+    def admitted(self, news: Admitted, number: int) -> None:
+        self._of(number).admitted.append(news)
+
+    def finished(self, news: Finished, number: int) -> None:
+        self._of(number).finished.append(news)
+
+    def tokens(self, ids: np.ndarray, index: np.ndarray, tokens: np.ndarray) -> None:
+        if not ids.size:
+            return
+        numbers = ids >> NUMBER_SHIFT
+        first = int(numbers[0])
+        if (numbers == first).all():
+            self._of(first).columns.append((ids, index, tokens))
+            return
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            self._of(number).columns.append((ids[mine], index[mine], tokens[mine]))
+
+    def forget(self, number: int) -> None:
+        self._pending.pop(number, None)
+
+    def take(self, core: EngineCore, now_ns: int) -> list[tuple[int, Outputs]]:
+        """One Outputs per frontend with news. They stay pending until `sent`."""
+        found = []
+        for number, pending in self._pending.items():
+            if not pending:
+                continue
+            outputs = core.fill(Outputs(0))
+            if pending.columns:
+                if len(pending.columns) == 1:
+                    ids, index, tokens = pending.columns[0]
+                else:
+                    ids, index, tokens = (np.concatenate(c) for c in zip(*pending.columns))
+                outputs.request_ids = memoryview(ids).cast("B")
+                outputs.output_index = memoryview(index.astype(np.int32)).cast("B")
+                outputs.tokens = memoryview(np.ascontiguousarray(tokens)).cast("B")
+                if self.stamps:
+                    outputs.stamps = memoryview(np.array((*self.stamps, now_ns), np.int64)).cast("B")
+            outputs.admitted, outputs.finished = pending.admitted, pending.finished
+            found.append((number, outputs))
+        return found
+
+    def sent(self, number: int) -> None:
+        self._pending.pop(number, None)
+

@@ -1,0 +1,27 @@
+"""Counters behind the metrics. All are totals since start; nothing here decides anything."""
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerStats:
+    """Tokens unless the name says otherwise."""
+    num_steps: int = 0
+    num_computed_tokens: int = 0                # scheduled and committed
+    num_sampled_tokens: int = 0                 # given to requests
+    num_wasted_tokens: int = 0                  # sampled for requests that had already ended
+    num_queried_tokens: int = 0                 # of first admissions
+    num_hit_tokens: int = 0                     # of those, found in the cache
+    num_adopted_tokens: int = 0                 # found in the cache in mid-prompt
+    num_resumed_hit_tokens: int = 0             # found in the cache by returning requests
+    num_preemptions: int = 0                    # events
+    num_swapped_out_blocks: int = 0             # blocks
+    num_failed_steps: int = 0                   # steps
+    num_finished: int = 0                       # requests
+    num_late_results: int = 0                   # results of steps nobody waits for
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that the cache gave at first admission."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0

@@ -1,0 +1,155 @@
+"""Enters the result of one step: the only writer of "computed".
+
+The usual case (every row of the plan is where it was and computed one token) is a few column operations. Otherwise rows of
+the plan are followed to where they are now; a row that ended meanwhile is a zombie whose token is dropped and counted, and
+the newest token of a request that was preempted meanwhile is still accepted. Knows no messages.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from engine_core.request import Request
+from engine_core.rows import PlanRecord
+from engine_core.scheduler import NEVER_PUBLISH, Scheduler
+from engine_core.stop import StopChecker
+from ipc.messages import FINISH_ERROR
+
+
+class Update:
+    """What a step brought, for the frontends. Column i: request ids[i] got tokens[i] as its output number index[i]."""
+
+    __slots__ = ("ids", "index", "tokens", "done")
+
+    def __init__(self, ids: np.ndarray, index: np.ndarray, tokens: np.ndarray) -> None:
+        self.ids, self.index, self.tokens = ids, index, tokens
+        self.done: list[tuple[Request, int, int]] = []      # request, reason, stop token id or -1
+
+
+def update(scheduler: Scheduler, stop: StopChecker, tokens: np.ndarray, bad_rows: np.ndarray) -> Update:
+    """Commit the oldest plan in flight. `tokens` int32 by the plan's rows, -1: none; `bad_rows`: rows of the plan whose
+    logits were not finite.
+
+    Finished requests have left when this returns. Raises RuntimeError when the result does not fit its plan.
+    """
+    rows = scheduler.rows
+    if scheduler._unsettled:
+        scheduler.settle()
+    record = rows.in_flight.pop(0)
+    if tokens.size != record.num_rows or (tokens.size and int(tokens.max()) >= stop.vocab_size):
+        raise RuntimeError(f"step {record.step}: result has {tokens.size} rows with ids up to "
+                           f"{int(tokens.max()) if tokens.size else -1}; the plan has {record.num_rows} rows, the model "
+                           f"{stop.vocab_size} ids")
+    stats = scheduler.stats
+    stats.num_steps += 1
+    stats.num_computed_tokens += record.num_tokens
+    if record.counts is None and not record.is_moved and not bad_rows.size:
+        if record.num_rows and int(tokens.min()) < 0:
+            raise RuntimeError(f"step {record.step}: a row that computes its newest token returned none")
+        result = _update_all(scheduler, stop, record.num_rows, tokens)
+    else:
+        result = _update_some(scheduler, stop, record, tokens, bad_rows)
+    stats.num_sampled_tokens += result.tokens.size
+    if scheduler.suspects and record.num_tokens:
+        scheduler.suspects.pop(0)                           # it was alone in this step, and the step succeeded
+    for request, _, _ in result.done:
+        scheduler.finish(request)
+    stats.num_finished += len(result.done)
+    return result
+
+
+def _update_all(scheduler: Scheduler, stop: StopChecker, n: int, tokens: np.ndarray) -> Update:
+    rows = scheduler.rows
+    computed, known = rows.computed[:n], rows.known[:n]
+    computed += 1
+    rows.flat_ring[rows.ring_base[:n] + known % rows.ring_width] = tokens
+    result = Update(rows.ids[:n].copy(), known - rows.prompt[:n], tokens)
+    known += 1
+    filled = (computed % rows.block_size == 0).nonzero()[0]
+    if filled.size:
+        scheduler.note_filled(filled)
+    for row, reason, token in stop.check_rows(rows, slice(0, n), tokens):
+        request = rows.request[row]
+        if request is not None:
+            result.done.append((request, reason, token))
+    return result
+
+
+def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, tokens: np.ndarray,
+                 bad_rows: np.ndarray) -> Update:
+    rows, n = scheduler.rows, record.num_rows
+    then = np.arange(n)
+    if record.is_moved:
+        then = (record.current >= 0).nonzero()[0]
+        now = record.current[then].astype(np.int64)
+    else:
+        now = then
+    rows.computed[now] += 1 if record.counts is None else record.counts[then]
+    expected = np.ones(n, bool) if record.samples is None else record.samples
+    bad = np.zeros(n, bool)
+    bad[bad_rows] = True
+    if not np.array_equal(tokens >= 0, expected & ~bad):
+        raise RuntimeError(f"step {record.step}: rows that returned a token differ from rows that sample")
+    sampled = tokens[then] >= 0
+    index, got = now[sampled], tokens[then[sampled]]
+    known = rows.known[index]
+    rows.flat_ring[rows.ring_base[index] + known % rows.ring_width] = got
+    ids, output_index = rows.ids[index], known - rows.prompt[index]
+    rows.known[index] = known + 1
+    filled = now[rows.computed[now] % rows.block_size == 0]
+    if filled.size:
+        scheduler.note_filled(filled)
+    done = []
+    for row, reason, token in stop.check_rows(rows, index, got):
+        request = rows.request[row]
+        if request is not None:
+            done.append((request, reason, token))
+    num_dropped = int((tokens >= 0).sum()) - got.size
+    extra_ids, extra_index, extra_tokens = [], [], []
+    for row, request in record.detached.items():
+        request.num_in_flight -= 1
+        token = int(tokens[row])
+        if request.is_finished or token < 0:
+            continue
+        num_dropped -= 1
+        request.tokens += token.to_bytes(4, "little")
+        extra_ids.append(request.request_id)
+        extra_index.append(request.num_known_tokens - 1 - request.num_prompt_tokens)
+        extra_tokens.append(token)
+        if scheduler.blocks.enable_prefix_caching:
+            scheduler.hasher.extend(request.hashes, request.root, request.tokens)
+        end = stop.check_one(token, request.num_known_tokens, request.min_total_tokens, request.max_total_tokens,
+                             request.params.ignore_eos, request.stop_token_ids)
+        if end is not None:
+            done.append((request, *end))
+    scheduler.stats.num_wasted_tokens += num_dropped
+    if extra_ids:
+        ids = np.concatenate([ids, np.array(extra_ids, np.int64)])
+        output_index = np.concatenate([output_index, np.array(extra_index, np.int64)])
+        got = np.concatenate([got, np.array(extra_tokens, np.int32)])
+    result = Update(ids, output_index, got)
+    result.done = done + _end_bad(scheduler, record, bad_rows)
+    return result
+
+
+def _end_bad(scheduler: Scheduler, record: PlanRecord, bad_rows: np.ndarray) -> list[tuple[Request, int, int]]:
+    """Requests with logits that are not finite end; nothing they computed may be found by others, and those who adopted
+    a block of theirs compute it again."""
+    rows, blocks = scheduler.rows, scheduler.blocks
+    ended: list[Request] = []
+    for row in bad_rows.tolist():
+        now = int(record.current[row]) if record.is_moved else row
+        request = rows.request[now] if now >= 0 else record.detached.get(row)
+        if request is not None and not request.is_finished:
+            ended.append(request)
+    tainted: set[int] = set()
+    for request in ended:
+        own = request.blocks[request.num_cached_tokens // blocks.block_size:]
+        tainted.update(own)
+        request.num_published = NEVER_PUBLISH
+        for block in own:
+            blocks.unpublish(block)
+    if tainted:
+        for request in [r for r in rows.request[:rows.n] if r is not None and r not in ended]:
+            if tainted.intersection(request.blocks):
+                scheduler.recompute(request)
+    return [(request, FINISH_ERROR, -1) for request in ended]

@@ -1,0 +1,265 @@
+"""AsyncLLM: one engine inside an asyncio program, or one frontend's view of an engine that runs already.
+
+    async with AsyncLLM(model="smollm2-135m") as llm:
+        async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=8)):
+            print(output.outputs[0].text)
+
+Works from a script without a __main__ guard, a notebook and pytest: the engine's processes are `python -m` programs held
+by a supervisor that ends them when this process ends, however it does. Text lives here; tokens live in the engine.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from frontend.chat_template import ChatTemplate
+from frontend.engine_client import EngineClient
+from frontend.outputs import OutputKind, RequestOutput
+from frontend.request_stream import Choice, RequestStream
+from frontend.tokenizer import Tokenizer, pack_ids
+from ipc.cli import build_config
+from ipc.config import EngineConfig, ModelSection, Peer
+from ipc.engine_process import EngineProcess
+from ipc.errors import ConfigError, EngineDeadError, RequestError
+from ipc.messages import AddRequest, EngineReady, Phase
+from ipc.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+LONG_PROMPT_CHARS = 8192                        # above this, tokenizing moves to a thread
+WATCH_INTERVAL_S = 0.25
+
+
+class AsyncLLM:
+    """An engine. Options are launch.py's, with underscores: AsyncLLM(model="qwen3-0.6b", max_num_seqs=16).
+
+    Use as an async context manager, or `await start()` and `await close()`. All calls belong to the loop that started it.
+    Raises ConfigError for bad options, EngineDeadError when the engine cannot start or has ended.
+    """
+
+    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None,
+                 on_phase: Callable[[Phase], None] | None = None, **options: Any) -> None:
+        if (model is None) == (config is None):
+            raise ConfigError("AsyncLLM needs a model: AsyncLLM(model='smollm2-135m')")
+        self._model, self._options, self._config = model, options, config
+        self._on_phase = on_phase
+        self._process: EngineProcess | None = None
+        self._client: EngineClient | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._names = itertools.count()
+        self.created = int(time.time())
+        self.served_model_name = ""
+        self.max_model_len = self.vocab_size = 0
+        self.pids: list[int] = []               # of the engine's processes, the supervisor first
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> AsyncLLM:
+        """Start the engine and wait until it serves."""
+        if self._client is not None:
+            raise RuntimeError("this AsyncLLM is started already")
+        try:
+            if self._config is None:
+                self._config = await asyncio.to_thread(build_config, self._model or "", self._options, serve=False)
+            loading = asyncio.create_task(asyncio.to_thread(Tokenizer.from_files, self._config.model.files))
+            try:
+                self._process = EngineProcess()
+                up = await self._start_process(self._process, self._config)
+                self.pids = up.pids
+                await self._connect(Peer(up.core_address, up.core_epoch), 0, self._config.model, await loading)
+            finally:
+                loading.cancel()
+            self._watch = asyncio.create_task(self._watch_process(self._process))
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _start_process(self, process: EngineProcess, config: EngineConfig) -> Any:
+        starting = asyncio.create_task(asyncio.to_thread(process.start, config, self._on_phase))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(process.stop)
+            with contextlib.suppress(Exception):
+                await starting
+            raise
+
+    @classmethod
+    async def attach(cls, core: Peer, number: int, model: ModelSection, served_model_name: str = "", *,
+                     wait: bool = True) -> AsyncLLM:
+        """A frontend of an engine that somebody else started. With wait=False it becomes ready later (see `status`)."""
+        llm = cls(config=EngineConfig(model=model))
+        await llm._connect(core, number, model, await asyncio.to_thread(Tokenizer.from_files, model.files), wait=wait)
+        llm.served_model_name = served_model_name or llm.served_model_name
+        return llm
+
+    async def _connect(self, core: Peer, number: int, model: ModelSection, tokenizer: Tokenizer, *, wait: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+        self.served_model_name = model.files.served_name
+        self._client = EngineClient(core, number)
+        if wait:
+            self._on_ready(await self._client.wait_ready())
+        else:
+            self._waiter = asyncio.create_task(self._become_ready(self._client))
+
+    async def _become_ready(self, client: EngineClient) -> None:
+        with contextlib.suppress(EngineDeadError):
+            self._on_ready(await client.wait_ready())
+
+    async def wait_ready(self) -> EngineReady:
+        """For attach(wait=False)."""
+        ready = await self._engine().wait_ready()
+        self._on_ready(ready)
+        return ready
+
+    def _on_ready(self, ready: EngineReady) -> None:
+        self.max_model_len, self.vocab_size = ready.max_model_len, ready.vocab_size
+
+    async def _watch_process(self, process: EngineProcess) -> None:
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            if process.died() is not None and self._client is not None:
+                self._client.fail(process.error())
+                return
+
+    def engine_died(self, reason: str) -> None:
+        """Somebody who watches the engine says it is gone."""
+        if self._client is not None:
+            self._client.fail(EngineDeadError(reason))
+
+    async def close(self) -> None:
+        """Abort what runs and end the engine. Idempotent; nothing of it is left when this returns."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+            self._watch = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._process is not None:
+            process, self._process = self._process, None
+            await asyncio.to_thread(process.stop)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _engine(self) -> EngineClient:
+        if self._client is None:
+            raise EngineDeadError("this AsyncLLM is not running; use `async with AsyncLLM(...) as llm`")
+        if self._client.dead is not None:
+            raise self._client.dead
+        return self._client
+
+    # ------------------------------------------------------------ requests
+
+    async def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams | None = None, *,
+                       request_id: str | None = None, output_kind: OutputKind = "cumulative", priority: int = 0,
+                       add_special_tokens: bool = True, cache_salt: str = "") -> AsyncGenerator[RequestOutput, None]:
+        """Yield news about one request until it is finished.
+
+        prompt: text, token ids, or token ids as int32 bytes. Closing or cancelling the iterator aborts the request and
+        frees its blocks. Raises RequestError (the caller's mistake), OverloadedError, EngineDeadError, RequestFailedError.
+        """
+        client = self._engine()
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        text = prompt if isinstance(prompt, str) else None
+        tokens = await self._tokens(prompt, add_special_tokens)
+        if params.seed is None:
+            params = params.replace(seed=secrets.randbits(63))
+        stream = RequestStream(request_id or f"request-{next(self._names)}", text, tokens, params, output_kind)
+        wire = params.replace(n=1, stop=[]) if params.stop or params.n > 1 else params
+        stream.choices = [Choice(stream, number, index, self.tokenizer)
+                          for index, number in enumerate(client.next_ids(params.n))]
+        try:
+            for choice in stream.choices:
+                client.add(choice, AddRequest(choice.request_id, memoryview(tokens), wire, choice=choice.index,
+                                              priority=priority, arrival_time=stream.metrics.arrival_time,
+                                              cache_salt=cache_salt))
+            while True:
+                output = await stream.next()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if not stream.is_finished or stream.error is not None:
+                client.abort(stream.choices)
+                client.forget(stream.choices)
+
+    async def _tokens(self, prompt: str | list[int] | bytes, add_special_tokens: bool) -> bytes:
+        if isinstance(prompt, str):
+            encode = functools.partial(self.tokenizer.encode, prompt, add_special_tokens)
+            return await asyncio.to_thread(encode) if len(prompt) > LONG_PROMPT_CHARS else encode()
+        if isinstance(prompt, (bytes, bytearray, memoryview)):
+            return bytes(prompt)
+        if not isinstance(prompt, list):
+            raise RequestError(f"a prompt is text, a list of token ids or int32 bytes, not {type(prompt).__name__}", "prompt")
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise RequestError(f"prompt contains {token!r}; token ids are 0 to {self.vocab_size - 1}", "prompt")
+        return pack_ids(prompt)
+
+    async def chat(self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None, *,
+                   tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
+                   **arguments: Any) -> AsyncGenerator[RequestOutput, None]:
+        """`generate` for a conversation, rendered by the model's chat template."""
+        tokens = self.render_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        stream = self.generate(tokens, sampling_params, **arguments)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+                    add_generation_prompt: bool = True, continue_final_message: bool = False,
+                    chat_template_kwargs: dict[str, Any] | None = None) -> bytes:
+        """The conversation as int32 token ids. Raises RequestError when the template refuses it."""
+        text = self.chat_template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt,
+                                         continue_final_message=continue_final_message,
+                                         chat_template_kwargs=chat_template_kwargs)
+        return self.tokenizer.encode(text, False)
+
+    # ------------------------------------------------------------ the engine
+
+    def default_max_tokens(self, prompt_len: int) -> int:
+        """Tokens that fit behind a prompt of this length."""
+        return self.max_model_len - prompt_len
+
+    def status(self) -> dict[str, Any]:
+        """ready, dead, phase and reason, without asking anybody."""
+        client = self._client
+        if client is None or client.dead is not None:
+            reason = str(client.dead) if client is not None else "not running"
+            return {"ready": False, "dead": True, "phase": "ended", "reason": reason}
+        if client.ready is None:
+            phase = client.phase
+            return {"ready": False, "dead": False, "phase": phase.name if phase else "starting",
+                    "reason": f"{phase.name}: {phase.fraction:.0%}" if phase else "the engine core is starting"}
+        return {"ready": True, "dead": False, "phase": "serving", "reason": "", "num_running": client.num_running,
+                "num_waiting": client.num_waiting, "num_free_blocks": client.num_free_blocks}
+
+    async def stats(self) -> dict[str, Any]:
+        """Totals of the engine core since its start."""
+        result: dict[str, Any] = await self._engine().command("stats")
+        return result
+
+    async def reset_prefix_cache(self) -> None:
+        """Nothing computed until now is reused, also not what running requests hold."""
+        await self._engine().command("reset_prefix_cache")
+
+    async def check_invariants(self) -> None:
+        """Have the core check its blocks, rows and queue against each other. A contradiction ends the engine."""
+        await self._engine().command("check")

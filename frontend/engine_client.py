@@ -1,0 +1,174 @@
+"""The only user of the engine's sockets in a frontend: requests out, outputs in, commands and their replies.
+
+One asyncio loop, one DEALER. Numbers requests, keeps who waits for which number, and notices when the core falls silent.
+Knows no HTTP and no tokenizer.
+"""
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from frontend.request_stream import Choice
+from ipc.codec import Header
+from ipc.config import Peer
+from ipc.errors import EngineDeadError
+from ipc.messages import (FINISH_STOP, Abort, AddRequest, Command, CommandReply, EngineReady, Finished, HelloAck, Outputs,
+                          Phase)
+from ipc.sockets import AsyncLink
+
+logger = logging.getLogger(__name__)
+
+NUMBER_SHIFT = 40                               # request_id = frontend number << 40 | counter
+
+
+class EngineClient:
+    """A frontend's side of the engine core. Create and use it inside one running loop."""
+
+    def __init__(self, core: Peer, number: int) -> None:
+        self.number = number
+        self.core = core
+        self.ready: EngineReady | None = None
+        self.phase: Phase | None = None
+        self.dead: Exception | None = None
+        self.num_running = self.num_waiting = self.num_free_blocks = 0
+        self.last_heard = time.monotonic()
+        self._context = zmq.Context()
+        self._loop = asyncio.get_running_loop()
+        self._counter = itertools.count(1)
+        self._calls = itertools.count(1)
+        self._choices: dict[int, Choice] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._became_ready = asyncio.Event()
+        self._link = AsyncLink(self._context, core.address, f"{number}-{os.getpid()}".encode(), self._on_message)
+        self._link.epoch = core.epoch
+        self._link.hello("frontend", number, os.getpid())
+        self._link.start(self._loop)
+
+    async def wait_ready(self) -> EngineReady:
+        """Raises EngineDeadError when the engine ends first."""
+        await self._became_ready.wait()
+        if self.dead is not None:
+            raise self.dead
+        if self.ready is None:
+            raise RuntimeError("woken without EngineReady")
+        return self.ready
+
+    # ------------------------------------------------------------ requests
+
+    def next_ids(self, count: int) -> list[int]:
+        """Consecutive numbers for the choices of one request."""
+        return [self.number << NUMBER_SHIFT | next(self._counter) for _ in range(count)]
+
+    def add(self, choice: Choice, message: AddRequest) -> None:
+        if self.dead is not None:
+            raise self.dead
+        self._choices[choice.request_id] = choice
+        self._link.send(message)
+
+    def abort(self, choices: list[Choice]) -> None:
+        """Their outputs are not wanted any more. Idempotent; unknown ones are ignored."""
+        ids = [choice.request_id for choice in choices if choice.request_id in self._choices]
+        if ids and self.dead is None:
+            self._link.send(Abort(ids))
+
+    def forget(self, choices: list[Choice]) -> None:
+        for choice in choices:
+            self._choices.pop(choice.request_id, None)
+
+    async def command(self, name: str, request_id: int = 0) -> Any:
+        """A control call to the core. Raises ValueError with the core's text."""
+        if self.dead is not None:
+            raise self.dead
+        call = next(self._calls)
+        future = self._replies[call] = self._loop.create_future()
+        self._link.send(Command(call, name, request_id))
+        try:
+            return await future
+        finally:
+            self._replies.pop(call, None)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._choices)
+
+    # ------------------------------------------------------------ what arrives
+
+    def _on_message(self, header: Header, message: Any) -> None:
+        self.last_heard = time.monotonic()
+        if header.epoch != self.core.epoch:
+            return                              # of a core that is gone
+        if isinstance(message, Outputs):
+            self._on_outputs(message)
+        elif isinstance(message, EngineReady):
+            self.ready = message
+            self._became_ready.set()
+        elif isinstance(message, Phase):
+            self.phase = message
+        elif isinstance(message, CommandReply):
+            future = self._replies.get(message.call_id)
+            if future is not None and not future.done():
+                if message.error:
+                    future.set_exception(ValueError(message.error))
+                else:
+                    future.set_result(msgspec.msgpack.decode(message.result))
+        elif isinstance(message, HelloAck):
+            self.fail(EngineDeadError(f"the engine core refused this frontend: {message.refused}"))
+
+    def _on_outputs(self, outputs: Outputs) -> None:
+        self.num_running, self.num_waiting = outputs.num_running, outputs.num_waiting
+        self.num_free_blocks = outputs.num_free_blocks
+        choices = self._choices
+        for news in outputs.admitted:
+            choice = choices.get(news.request_id)
+            if choice is not None:
+                choice.stream.on_admitted(news)
+        if outputs.tokens:
+            ids = np.frombuffer(outputs.request_ids, np.int64)
+            stop_at = self._stop_positions(ids, outputs.finished)
+            unwanted: list[Choice] = []
+            for i, (request_id, token) in enumerate(zip(ids.tolist(), np.frombuffer(outputs.tokens, np.int32).tolist())):
+                choice = choices.get(request_id)
+                if choice is None or choice.finish_reason is not None:
+                    continue                    # aborted, or past a stop string: never text, never usage
+                if choice.receive(token, i in stop_at):
+                    unwanted.append(choice)
+                    choice.stream.on_end()
+                choice.stream.on_token()
+            if unwanted:
+                self.abort(unwanted)
+        for finished in outputs.finished:
+            choice = choices.pop(finished.request_id, None)
+            if choice is not None:
+                choice.stream.on_finished(choice, finished)
+
+    @staticmethod
+    def _stop_positions(ids: np.ndarray, finished: list[Finished]) -> frozenset[int]:
+        """Positions of tokens that ended their requests as EOS or stop token: the last one of each."""
+        return frozenset(int((ids == f.request_id).nonzero()[0][-1]) for f in finished
+                         if f.reason == FINISH_STOP and f.stop_token_id >= 0 and (ids == f.request_id).any())
+
+    def fail(self, error: Exception) -> None:
+        """The engine is gone: everyone who waits hears why."""
+        if self.dead is not None:
+            return
+        self.dead = error
+        for choice in list(self._choices.values()):
+            choice.stream.fail(error)
+        self._choices.clear()
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(error)
+        self._became_ready.set()
+
+    def close(self) -> None:
+        self.fail(EngineDeadError("the client was closed"))
+        self._link.close(linger_ms=100)
+        self._context.term()

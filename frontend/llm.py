@@ -1,0 +1,120 @@
+"""LLM: offline batches. Its engine's loop runs in a thread of its own, so it works inside a notebook's running loop too."""
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from frontend.async_llm import AsyncLLM
+from frontend.outputs import RequestOutput
+from frontend.tokenizer import Tokenizer
+from ipc.errors import RequestError
+from ipc.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+
+
+class LLM:
+    """An engine for lists of prompts. Options as AsyncLLM. Close it, use it as a context manager, or let it be collected."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="LLM", daemon=True)
+        self._thread.start()
+        self._llm = AsyncLLM(model, **options)
+        self._finalizer = weakref.finalize(self, _close, self._llm, self._loop, self._thread)
+        try:
+            self._run(self._llm.start())
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._llm.tokenizer
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+                 = None, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Run all prompts, batched by the engine; results in the order of the prompts.
+
+        sampling_params: one for all, or one each. Raises RequestError naming the prompt's place when one is refused; the
+        others are aborted then.
+        """
+        if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]                 # type: ignore[list-item]
+        params = sampling_params
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling_params; give one for all or one each")
+        result: list[RequestOutput] = self._run(self._generate_all(list(prompts), list(params), use_tqdm))
+        return result
+
+    def chat(self, conversations: list[dict[str, Any]] | list[list[dict[str, Any]]],
+             sampling_params: SamplingParams | None = None, *, use_tqdm: bool = True, **render: Any) -> list[RequestOutput]:
+        """`generate` for one conversation or a list of them."""
+        many = conversations if conversations and isinstance(conversations[0], list) else [conversations]
+        prompts = [memoryview(self._llm.render_chat(messages, **render)).cast("i").tolist()    # type: ignore[arg-type]
+                   for messages in many]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    async def _generate_all(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        bar = tqdm(total=len(prompts), desc="requests", disable=None if use_tqdm else True)
+        tasks = [asyncio.create_task(self._generate_one(i, p, s, bar)) for i, (p, s) in enumerate(zip(prompts, params))]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            bar.close()
+
+    async def _generate_one(self, index: int, prompt: Prompt, params: SamplingParams, bar: Any) -> RequestOutput:
+        last = None
+        try:
+            async for last in self._llm.generate(prompt, params, output_kind="final"):
+                pass
+        except RequestError as error:
+            raise RequestError(f"prompt {index}: {error}", error.param) from None
+        if last is None:
+            raise RuntimeError(f"prompt {index} ended without an output")
+        bar.update()
+        return last
+
+    def stats(self) -> dict[str, Any]:
+        """Totals of the engine core since its start."""
+        result: dict[str, Any] = self._run(self._llm.stats())
+        return result
+
+    def close(self) -> None:
+        """End the engine. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Must not refer to the LLM, or it would never be collected."""
+    if loop.is_closed():
+        return
+    if thread.is_alive():
+        asyncio.run_coroutine_threadsafe(llm.close(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+    loop.close()

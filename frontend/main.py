@@ -1,0 +1,76 @@
+"""The HTTP frontend process: attach to the core, serve on the socket that the supervisor bound.
+
+Started by the supervisor as `python -m frontend.main`. One asyncio loop on uvloop.
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import traceback
+
+import uvloop
+
+from frontend.async_llm import AsyncLLM
+from frontend.http_server import HttpServer, socket_from_fd
+from frontend.openai.app import build_app
+from ipc.config import FrontendProcess
+from ipc.errors import ConfigError, EngineDeadError
+from ipc.lifeline import ChildLife
+from ipc.messages import ConfigFrontend, Shutdown
+from ipc.process import configure_logging
+
+logger = logging.getLogger("frontend")
+
+
+async def serve(config: FrontendProcess, life: ChildLife) -> None:
+    """Listen at once (/ready tells the phase), become ready with the engine, stop on Shutdown."""
+    loop = asyncio.get_running_loop()
+    stopping: asyncio.Future[float] = loop.create_future()
+
+    def on_lifeline() -> None:
+        for _, message in life.lifeline.receive():
+            if isinstance(message, Shutdown) and not stopping.done():
+                stopping.set_result(message.drain_s)
+        if life.lifeline.is_closed:
+            life.exit_orphaned()
+
+    def on_signal() -> None:
+        if os.getppid() == 1:                   # the kernel says that our supervisor died
+            life.exit_orphaned()
+        if not stopping.done():
+            stopping.set_result(0.0)
+
+    loop.add_reader(life.lifeline.fileno(), on_lifeline)
+    loop.add_signal_handler(signal.SIGTERM, on_signal)
+    llm = await AsyncLLM.attach(config.core, config.number, config.model, config.frontend.served_model_name, wait=False)
+    server = HttpServer(build_app(llm), socket_from_fd(config.listen_fd))
+    await server.start()
+    ready = asyncio.ensure_future(llm.wait_ready())
+    await asyncio.wait([ready, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if ready.done():
+        ready.result()
+        life.ready(f"listening on port {server.port}")
+        drain_s = await stopping
+        await server.stop(drain_s)
+    else:
+        ready.cancel()
+        await server.stop(0.0)
+    await llm.close()
+
+
+def main() -> None:
+    life = ChildLife.from_argv("frontend", death_signal=signal.SIGTERM)
+    try:
+        config = life.config(ConfigFrontend)
+        configure_logging("frontend", config.log_level)
+        uvloop.run(serve(config, life))
+    except (ConfigError, EngineDeadError) as error:
+        life.fail(str(error))
+    except Exception as error:
+        life.fail(f"frontend: {type(error).__name__}: {error}", traceback.format_exc())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The bodies of answers without stream, in OpenAI's shapes. Chunks of streams are joined by sse.py."""
+from __future__ import annotations
+
+import msgspec
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Where prompt tokens came from."""
+    cached_tokens: int                          # given by the prefix cache
+
+
+class Usage(msgspec.Struct):
+    """Tokens of one call, over all prompts and choices; a prompt counts once whatever n is."""
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AnswerMessage(msgspec.Struct):
+    """The text of a chat choice."""
+    role: str
+    content: str
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One choice of a chat answer. `stop_reason` is the stop string or token id that ended it, as in vLLM."""
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: None = None
+
+
+class CompletionChoice(msgspec.Struct):
+    """One choice of a completion."""
+    index: int
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: None = None
+
+
+class ChatResponse(msgspec.Struct):
+    """The answer of POST /v1/chat/completions without stream."""
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class CompletionResponse(msgspec.Struct):
+    """The answer of POST /v1/completions without stream."""
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    object: str = "text_completion"

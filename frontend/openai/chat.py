@@ -1,0 +1,81 @@
+"""POST /v1/chat/completions: messages to token ids by the model's template, then the common answer.
+
+What is inside a message is judged by the chat template's module; here only roles are.
+"""
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+
+from frontend.openai.answers import AnswerMessage, ChatChoice, ChatResponse
+from frontend.openai.engine import EngineLike
+from frontend.openai.exchange import Exchange
+from frontend.openai.generation import check_engine, check_model, collect_answer, make_head, stream_answer
+from frontend.openai.limits import check_choices
+from frontend.openai.protocol import ChatRequest, sampling_params
+from ipc.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+THREAD_BODY_BYTES = 2048        # larger bodies are templated and tokenized in a thread: about 5 ms of the loop's time
+
+
+async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None:
+    """Answer one call, streamed or not."""
+    check_engine(engine)
+    request, body_bytes = await exchange.read_request(ChatRequest)
+    check_model(engine, request.model)
+    n = 1 if request.n is None else request.n
+    check_choices(n, 1, exchange.limits.max_choices)
+    params = sampling_params(request, None)
+    prompt = await _render(engine, request, body_bytes)
+    if params.max_tokens is None:
+        room = engine.default_max_tokens(len(prompt) // 4)
+        if room >= 1:           # otherwise the prompt is too long, and the engine says so with both numbers
+            params = params.replace(max_tokens=room)
+    head = make_head("chatcmpl", int(time.time()), engine)
+    stream = engine.generate(prompt, params, request_id=head.id, priority=request.priority or 0,
+                             output_kind="delta" if request.stream else "final", add_special_tokens=False)
+    if request.stream:
+        await stream_answer(exchange, request, head, True, [stream], n)
+        return
+    choices, usage = await collect_answer(exchange, [stream], n)
+    answer = ChatResponse(head.id, head.created, head.model, head.fingerprint, [
+        ChatChoice(index, AnswerMessage("assistant", choice.text), reason, choice.stop_reason)
+        for index, (choice, reason) in enumerate(choices)], usage)
+    await exchange.reply(200, msgspec.json.encode(answer))
+
+
+async def _render(engine: EngineLike, request: ChatRequest, body_bytes: int) -> bytes:
+    """Token ids of the prompt. Raises RequestError."""
+    continues = bool(request.continue_final_message)
+    options: dict[str, Any] = {
+        "add_generation_prompt": not continues if request.add_generation_prompt is None
+        else request.add_generation_prompt,
+        "continue_final_message": continues,
+        "chat_template_kwargs": request.chat_template_kwargs,
+    }
+    messages = _checked_messages(request.messages)
+    if body_bytes > THREAD_BODY_BYTES:
+        return await asyncio.to_thread(engine.render_chat, messages, **options)
+    return engine.render_chat(messages, **options)
+
+
+def _checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with roles that templates know: "developer" is OpenAI's newer word for "system"."""
+    if not messages:
+        raise RequestError("messages is empty; send at least one message", "messages")
+    result = []
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if role not in ROLES:
+            raise RequestError(f"messages[{index}].role is {str(role)[:60]!r}; known are {', '.join(ROLES)}",
+                               f"messages[{index}].role")
+        for name in ("function_call", "audio"):
+            if message.get(name) is not None:
+                raise RequestError(f"messages[{index}].{name} is not supported; leave it out",
+                                   f"messages[{index}].{name}")
+        result.append({**message, "role": "system"} if role == "developer" else message)
+    return result

@@ -1,0 +1,95 @@
+"""POST /v1/completions: a string, strings, token ids or lists of them, each one prompt of the call."""
+from __future__ import annotations
+
+import re
+import time
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from frontend.openai.answers import CompletionChoice, CompletionResponse
+from frontend.openai.engine import EngineLike
+from frontend.openai.exchange import Exchange
+from frontend.openai.generation import check_engine, check_model, collect_answer, make_head, stream_answer
+from frontend.openai.limits import check_choices
+from frontend.openai.protocol import CompletionRequest, field_error, sampling_params
+from ipc.errors import RequestError
+
+DEFAULT_MAX_TOKENS = 16         # OpenAI's
+
+_read_strings = msgspec.json.Decoder(list[str]).decode
+_read_tokens = msgspec.json.Decoder(list[int]).decode
+_read_token_lists = msgspec.json.Decoder(list[list[int]]).decode
+
+
+async def create_completion(exchange: Exchange, engine: EngineLike) -> None:
+    """Answer one call, streamed or not."""
+    check_engine(engine)
+    request, _ = await exchange.read_request(CompletionRequest)
+    check_model(engine, request.model)
+    raw_prompts = parse_prompt(request.prompt)
+    n = 1 if request.n is None else request.n
+    check_choices(n, len(raw_prompts), exchange.limits.max_choices)
+    params = sampling_params(request, DEFAULT_MAX_TOKENS)
+    add_special_tokens = request.add_special_tokens is not False
+    prompts = [checked_prompt(engine, prompt, index, add_special_tokens) for index, prompt in enumerate(raw_prompts)]
+    head = make_head("cmpl", int(time.time()), engine)
+    streams = [engine.generate(prompt, params, request_id=f"{head.id}-{index}", priority=request.priority or 0,
+                               output_kind="delta" if request.stream else "final",
+                               add_special_tokens=add_special_tokens)
+               for index, prompt in enumerate(prompts)]
+    if request.stream:
+        await stream_answer(exchange, request, head, False, streams, n)
+        return
+    choices, usage = await collect_answer(exchange, streams, n)
+    answer = CompletionResponse(head.id, head.created, head.model, head.fingerprint, [
+        CompletionChoice(index, choice.text, reason, choice.stop_reason)
+        for index, (choice, reason) in enumerate(choices)], usage)
+    await exchange.reply(200, msgspec.json.encode(answer))
+
+
+def parse_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:
+    """The prompts of a call. The first element decides which kind of list it is.
+
+    Raises RequestError that names the element.
+    """
+    text = bytes(raw).strip()
+    found = re.match(rb"\[\s*(\S)", text)
+    inner = found[1] if found else b""
+    try:
+        if text[:1] == b'"':
+            return _read_strings(b"[" + text + b"]")
+        if inner == b'"':
+            return _read_strings(text)
+        if inner == b"[":
+            return _read_token_lists(text)
+        if inner and inner in b"-0123456789":
+            return [_read_tokens(text)]
+    except msgspec.ValidationError as exc:
+        raise field_error(exc, "prompt") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise RequestError(f"prompt is not valid JSON: {exc}", "prompt") from None
+    if inner == b"]":
+        raise RequestError("prompt is an empty list; send at least one prompt of at least one token", "prompt")
+    raise RequestError("prompt must be a string, a list of strings, a list of token ids or a list of such lists",
+                       "prompt")
+
+
+def checked_prompt(engine: EngineLike, prompt: str | list[int], index: int, add_special_tokens: bool) -> str | bytes:
+    """A prompt of at least one token; token ids become int32 bytes. Length is the engine's to check.
+
+    Raises RequestError. Ids are compared with the width of the logits, not with the tokenizer.
+    """
+    if isinstance(prompt, str):
+        if not prompt and not engine.tokenizer.encode("", add_special_tokens):
+            raise RequestError(f"prompt {index} is empty, and this model's tokenizer adds no token of its own; send at "
+                               "least one token", "prompt")
+        return prompt
+    if not prompt:
+        raise RequestError(f"prompt {index} is an empty list of token ids; send at least one", "prompt")
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < engine.vocab_size:
+            raise RequestError(f"prompt {index} contains token id {token}; the model's ids are 0 to "
+                               f"{engine.vocab_size - 1}", "prompt")
+    return array("i", prompt).tobytes()

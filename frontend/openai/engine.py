@@ -1,0 +1,51 @@
+"""What the HTTP surface needs from an engine. AsyncLLM is one; the tests bring a fake.
+
+Knows no HTTP and no implementation.
+"""
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from frontend.outputs import OutputKind, RequestOutput
+from ipc.sampling_params import SamplingParams
+
+
+class TokenizerLike(Protocol):
+    """Text to int32 little-endian bytes and back."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> bytes: ...
+
+
+class EngineLike(Protocol):
+    """The engine as the endpoints see it.
+
+    `generate` validates against the model and raises RequestError, OverloadedError, EngineDeadError or
+    RequestFailedError; closing the generator aborts the request. Everything but `status` may be called only when
+    `status()["ready"]` is true.
+    """
+    served_model_name: str
+    max_model_len: int
+    vocab_size: int                             # width of the logits: ids are 0 to vocab_size - 1
+    created: int                                # Unix time of the start
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+    def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams, *,
+                 request_id: str | None = None, output_kind: OutputKind = "cumulative", priority: int = 0,
+                 add_special_tokens: bool = True) -> AsyncGenerator[RequestOutput, None]: ...
+
+    def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+                    add_generation_prompt: bool = True, continue_final_message: bool = False,
+                    chat_template_kwargs: dict[str, Any] | None = None) -> bytes:
+        """Token ids as int32 little-endian bytes. Called from a thread for long chats."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """"ready": bool; "dead": bool, true once the engine cannot come back; "phase": str; "reason": str."""
+        ...
+
+    def default_max_tokens(self, prompt_len: int) -> int:
+        """Tokens that fit behind a prompt of this length; below 1 if the prompt itself does not fit."""
+        ...

@@ -1,0 +1,201 @@
+"""One HTTP request and its answer, over ASGI's receive and send.
+
+Owns what must be right once: limits while reading, the request id, the headers of every answer, one writer at a time,
+keep-alive comments, and the watch for a client that leaves.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from typing import TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from frontend.openai import protocol, sse
+from frontend.openai.errors import ClientDisconnectedError, UnsupportedMediaTypeError, describe
+from frontend.openai.limits import (
+    Limits,
+    check_body_bytes,
+    check_header_bytes,
+    check_json_depth,
+    checked_request_id,
+)
+from frontend.openai.protocol import GenerationRequest
+
+R = TypeVar("R", bound=GenerationRequest)
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 1.0                                  # how long the rest of a refused body is read and thrown away
+
+
+class Exchange:
+    """Handlers read the body, then either `reply` once or `write` events and `end`."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+        self.scope = scope
+        self.limits = limits
+        self.request_id = secrets.token_hex(16)
+        self.headers: list[tuple[bytes, bytes]] = []    # of the answer, whatever it will be
+        self.is_stream = False                          # the caller asked for events
+        self.is_started = False                         # status and headers are out
+        self.is_ended = False
+        self.is_body_read = False
+        self.disconnected = False
+        self._receive = receive
+        self._send = send
+        self._lock = asyncio.Lock()                     # the handler and the keep-alive comments both write
+        self._arrival_s = self._last_sent_s = time.monotonic()
+
+    def elapsed_s(self) -> float:
+        """Seconds since the request arrived."""
+        return time.monotonic() - self._arrival_s
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of a request header; `name` in lower case."""
+        return next((value for key, value in self.scope["headers"] if key == name), None)
+
+    def check_headers(self) -> None:
+        """Size, then the caller's request id. Raises RequestError."""
+        check_header_bytes(self.scope["headers"], self.limits.max_header_bytes)
+        value = self.header(b"x-request-id")
+        if value is not None:
+            self.request_id = checked_request_id(value, self.limits.max_request_id_chars)
+
+    async def read_request(self, cls: type[R]) -> tuple[R, int]:
+        """The decoded body and its size. Fields nobody documents are named in a header of the answer."""
+        body = await self.read_json()
+        request, ignored = protocol.decode(cls, body)
+        if request.request_id is not None and self.header(b"x-request-id") is None:
+            limit = self.limits.max_request_id_chars
+            self.request_id = checked_request_id(request.request_id.encode(), limit, "request_id")
+        if ignored:
+            self.headers.append((b"x-ignored-fields", protocol.note_ignored(self.request_id, cls, ignored)))
+        return request, len(body)
+
+    async def read_json(self) -> bytes:
+        """The whole body, within all limits, not yet decoded.
+
+        A body that names another type is refused: a web page can post such a body to localhost without asking, but no
+        JSON. Raises RequestError, ClientDisconnectedError.
+        """
+        kind = (self.header(b"content-type") or b"application/json").split(b";")[0].strip().lower()
+        if kind != b"application/json" and not kind.endswith(b"+json"):
+            raise UnsupportedMediaTypeError(f"content-type is {kind[:80].decode('ascii', 'replace')}; "
+                                            "send application/json", "content-type")
+        announced = self.header(b"content-length")
+        if announced is not None and announced.isdigit():
+            check_body_bytes(int(announced), self.limits.max_body_bytes)
+        body = bytearray()
+        while not self.is_body_read:
+            body += await self._receive_body()
+            check_body_bytes(len(body), self.limits.max_body_bytes)
+        content = bytes(body)
+        check_json_depth(content, self.limits.max_json_depth)
+        return content
+
+    async def _receive_body(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.disconnected = True
+            raise ClientDisconnectedError
+        self.is_body_read = not message.get("more_body", False)
+        body: bytes = message.get("body", b"")
+        return body
+
+    async def reply(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        """The whole answer at once, as JSON."""
+        self.is_started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": [
+            (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", self.request_id.encode("ascii")), *self.headers, *(headers or [])]})
+        if not self.is_body_read and status >= 400:
+            # A socket closed with unread data sends a reset, and the client may lose the answer with it: read on, a
+            # little, with the answer already out.
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await self._linger()
+            body = b""
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self.is_ended = True
+
+    async def _linger(self) -> None:
+        with contextlib.suppress(TimeoutError, ClientDisconnectedError):
+            async with asyncio.timeout(LINGER_S):
+                while not self.is_body_read:
+                    await self._receive_body()
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Bytes of a stream; the first ones bring the headers. Waits while the client reads slowly."""
+        async with self._lock:
+            if not self.is_started:
+                self.is_started = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": [
+                    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"), (b"x-request-id", self.request_id.encode("ascii")), *self.headers]})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            self.is_ended = not more
+            self._last_sent_s = time.monotonic()
+
+    async def end(self, data: bytes) -> None:
+        """The last bytes of a stream."""
+        await self.write(data, more=False)
+
+    async def fail(self, exc: BaseException) -> None:
+        """Answer with an error: as a response, or inside the stream when that has begun."""
+        reply = describe(exc)
+        if not reply.is_expected:
+            logger.error("%s: %s %s failed", self.request_id, self.scope["method"], self.scope["path"], exc_info=exc)
+        if not self.is_started:
+            await self.reply(reply.status, reply.body, reply.headers)
+        elif self.is_stream and not self.is_ended:
+            await self.end(sse.event(reply.body) + sse.DONE)
+
+    @contextlib.asynccontextmanager
+    async def watch(self) -> AsyncGenerator[None, None]:
+        """Runs the block while watching the connection: a client that leaves cancels it, and it ends with
+        ClientDisconnectedError.
+
+        In a stream a comment goes out whenever nothing else did for `keep_alive_s`, also before the first token:
+        proxies close silent connections.
+        """
+        owner = asyncio.current_task()
+        if owner is None:
+            raise RuntimeError("watch() needs a running task")
+
+        task = asyncio.create_task(self._watch(owner))
+        try:
+            yield
+        except asyncio.CancelledError:
+            # Our own cancel becomes a named error; one from outside (shutdown) goes on.
+            if self.disconnected and owner.uncancel() == 0:
+                raise ClientDisconnectedError from None
+            raise
+        finally:
+            task.cancel()
+
+    async def _watch(self, owner: asyncio.Task[object]) -> None:
+        """Cancels `owner` when the client is gone; writes comments into silent streams."""
+        with contextlib.suppress(OSError):              # some servers report a closed connection so
+            await self._until_gone()
+        self.disconnected = True
+        owner.cancel()
+
+    async def _until_gone(self) -> None:
+        silence_s = self.limits.keep_alive_s
+        while True:
+            wait_s = None
+            if self.is_stream:
+                wait_s = self._last_sent_s + silence_s - time.monotonic()
+                if wait_s <= 0:                         # due, but the handler is writing to a slow client
+                    wait_s = silence_s
+            try:
+                async with asyncio.timeout(wait_s):
+                    if (await self._receive())["type"] == "http.disconnect":
+                        return
+            except TimeoutError:
+                if time.monotonic() - self._last_sent_s >= silence_s and not self._lock.locked():
+                    await self.write(sse.KEEP_ALIVE)

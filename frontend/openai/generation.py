@@ -1,0 +1,176 @@
+"""From engine streams to one answer: merging the prompts of a call, counting usage, streaming or collecting.
+
+Shared by chat and completions. A call has one or more prompts, each a stream of RequestOutput with `n` choices; choice
+`c` of prompt `p` is choice `p * n + c` of the answer.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+
+from frontend.openai import sse
+from frontend.openai.answers import PromptTokensDetails, Usage
+from frontend.openai.engine import EngineLike
+from frontend.openai.errors import NotReadyError
+from frontend.openai.exchange import Exchange
+from frontend.openai.protocol import GenerationRequest
+from frontend.outputs import FINISH_ABORT, FINISH_ERROR, CompletionOutput, RequestOutput
+from ipc.errors import EngineDeadError, ModelNotFoundError, RequestFailedError
+
+OutputStream = AsyncGenerator[RequestOutput, None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk and body of one answer repeats. The id is ours, never the caller's."""
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+def make_head(prefix: str, created: int, engine: EngineLike) -> AnswerHead:
+    """A new answer of this engine; the fingerprint changes with the model and with each start."""
+    name = engine.served_model_name
+    digest = hashlib.blake2b(f"{name}\0{engine.created}".encode(), digest_size=5).hexdigest()
+    return AnswerHead(f"{prefix}-{secrets.token_hex(16)}", created, name, f"fp_{digest}")
+
+
+def check_engine(engine: EngineLike) -> None:
+    """Raises EngineDeadError or NotReadyError with the reason the engine gives."""
+    status = engine.status()
+    if status.get("ready"):
+        return
+    reason = status.get("reason") or status.get("phase") or "no reason given"
+    if status.get("dead"):
+        raise EngineDeadError(f"the engine is not running: {reason}")
+    raise NotReadyError(f"the engine is still starting ({reason}); GET /ready tells when it serves")
+
+
+def check_model(engine: EngineLike, name: str | None) -> None:
+    """Raises ModelNotFoundError; a call that names no model means the served one."""
+    if name and name != engine.served_model_name:
+        raise ModelNotFoundError(f"model {name[:200]!r} is not served here; this server has "
+                                 f"{engine.served_model_name!r} (GET /v1/models)", "model")
+
+
+class UsageCounter:
+    """Tokens of one call; every output brings the counts of its prompt so far."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._prompt = [0] * num_prompts
+        self._completion = [0] * num_prompts
+        self._cached = [0] * num_prompts
+
+    def update(self, prompt_index: int, output: RequestOutput) -> None:
+        """Replace the counts of one prompt."""
+        self._prompt[prompt_index] = output.usage_prompt_tokens
+        self._completion[prompt_index] = output.usage_completion_tokens
+        self._cached[prompt_index] = output.num_cached_tokens
+
+    def usage(self) -> Usage:
+        """The sums."""
+        prompt, completion = sum(self._prompt), sum(self._completion)
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(sum(self._cached)))
+
+    def json(self) -> bytes:
+        """The sums as JSON, for a chunk."""
+        return msgspec.json.encode(self.usage())
+
+
+async def merge(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """News of all prompts as they come. Closing it, or the first error, closes every stream and so aborts the rest."""
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as stream:
+            async for output in stream:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=len(streams))
+
+    async def pump(index: int, stream: OutputStream) -> None:
+        end: Exception | None = None
+        try:
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    await queue.put((index, output))
+        except Exception as exc:                        # handed to the reader, who raises it
+            end = exc
+        await queue.put((index, end))
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            index, news = await queue.get()
+            if news is None:
+                running -= 1
+            elif isinstance(news, Exception):
+                raise news
+            else:
+                yield index, news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _checked_finish(choice: CompletionOutput) -> str:
+    """Its finish_reason, if that is one a caller may see."""
+    reason = choice.finish_reason
+    if reason is None or reason in (FINISH_ABORT, FINISH_ERROR):
+        raise RequestFailedError("the server ended this request before it was complete; send it again")
+    return reason
+
+
+async def stream_answer(exchange: Exchange, request: GenerationRequest, head: AnswerHead, is_chat: bool,
+                        streams: Sequence[OutputStream], n: int) -> None:
+    """Send the whole event stream. Nothing is sent before the engine has accepted the request, so that its refusals
+    still have their status code."""
+    options = request.stream_options
+    include_usage = options is not None and bool(options.include_usage)
+    in_every_chunk = include_usage and options is not None and bool(options.continuous_usage_stats)
+    encoder = sse.ChunkEncoder("chat" if is_chat else "completion", head.id, head.created, head.model,
+                               head.fingerprint, include_usage)
+    counter = UsageCounter(len(streams))
+    exchange.is_stream = True
+    awaiting_role = is_chat
+    async with exchange.watch(), contextlib.aclosing(merge(streams)) as news:
+        async for prompt_index, output in news:
+            counter.update(prompt_index, output)
+            usage = counter.json() if in_every_chunk else None
+            data = b""
+            if awaiting_role:
+                data = b"".join(encoder.role(index, usage) for index in range(n * len(streams)))
+                awaiting_role = False
+            for choice in output.outputs:
+                index = prompt_index * n + choice.index
+                if choice.finish_reason is not None:
+                    reason = _checked_finish(choice)
+                    data += encoder.finish(index, choice.text, reason, choice.stop_reason, usage)
+                elif choice.text:
+                    data += encoder.text(index, choice.text, usage)
+            if data:
+                await exchange.write(data)
+        end = encoder.usage(counter.json()) if include_usage else b""
+        await exchange.end(end + sse.DONE)
+
+
+async def collect_answer(exchange: Exchange, streams: Sequence[OutputStream], n: int
+                         ) -> tuple[list[tuple[CompletionOutput, str]], Usage]:
+    """All choices in order, each with its finish_reason. `streams` are of kind "final" or "cumulative"."""
+    counter = UsageCounter(len(streams))
+    choices: dict[int, CompletionOutput] = {}
+    async with exchange.watch(), contextlib.aclosing(merge(streams)) as news:
+        async for prompt_index, output in news:
+            counter.update(prompt_index, output)
+            for choice in output.outputs:
+                choices[prompt_index * n + choice.index] = choice
+    if len(choices) != n * len(streams):
+        raise RuntimeError(f"{len(choices)} choices came from the engine, {n * len(streams)} were asked for")
+    return [(choices[index], _checked_finish(choices[index])) for index in sorted(choices)], counter.usage()

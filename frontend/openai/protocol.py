@@ -1,0 +1,248 @@
+"""The request bodies of chat and completion calls: structs, the table of fields not supported yet, and their decoding.
+
+A struct field here is supported. Moving a name from refused to supported means adding that field (named as in
+SamplingParams, if it belongs there); the table then no longer applies to it. Knows no engine.
+"""
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from ipc.errors import RequestError
+from ipc.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """`continuous_usage_stats` asks for usage in every chunk and needs include_usage, as in vLLM."""
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What chat and completions share. None means the default everywhere; names are OpenAI's, then vLLM's."""
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None    # wins over max_tokens
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None                 # lower runs first
+    request_id: str | None = None               # as the header x-request-id, which wins
+    # Accepted without effect: labels and hints for whoever runs or bills a service.
+    user: Any = None
+    store: Any = None
+    metadata: Any = None
+    parallel_tool_calls: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """POST /v1/chat/completions. Messages stay as sent: what is inside them is the chat template's to judge."""
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """POST /v1/completions. `prompt`: a string, strings, token ids, or lists of token ids."""
+    prompt: msgspec.Raw
+    add_special_tokens: bool | None = None
+
+
+# Documented by OpenAI or vLLM, not supported yet: the values besides null that ask for nothing. Anything else is a 400
+# that names the field. A name that has a struct field is supported there, whatever this table says.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM
+    "add_generation_prompt": (),
+    "add_special_tokens": (False,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_new_tokens": (0,),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+
+MAX_NAMED_FIELDS = 20                           # in the header x-ignored-fields
+MAX_FIELD_CHARS = 64
+PRIORITY_LIMIT = 1 << 31
+
+R = TypeVar("R", bound=GenerationRequest)
+
+_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_read_any = msgspec.json.Decoder().decode
+_decoders: dict[type, Any] = {cls: msgspec.json.Decoder(cls) for cls in (ChatRequest, CompletionRequest)}
+_field_names: dict[type, frozenset[str]] = {
+    cls: frozenset(cls.__struct_fields__) for cls in (ChatRequest, CompletionRequest)}
+_sampling_names = [name for name in SamplingParams.__struct_fields__
+                   if name in GenerationRequest.__struct_fields__ and name != "max_tokens"]
+_logged_names: set[str] = set()
+
+
+def decode(cls: type[R], body: bytes) -> tuple[R, list[str]]:
+    """The request and the names of fields that nobody documents.
+
+    Raises RequestError for JSON that is broken, a field of the wrong type, and a field that cannot be honoured.
+    """
+    try:
+        fields = _read_fields(body)
+    except msgspec.ValidationError as exc:
+        raise RequestError(f"the request body must be a JSON object: {exc}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise RequestError(f"the request body is not valid JSON: {exc}") from None
+    ignored = []
+    for name in fields:
+        if name in _field_names[cls]:
+            continue
+        neutral = NEUTRAL_VALUES.get(name)
+        if neutral is None:
+            ignored.append(name)
+        else:
+            _refuse_unless_neutral(name, fields[name], neutral)
+    try:
+        request: R = _decoders[cls].decode(body)
+    except msgspec.ValidationError as exc:
+        raise field_error(exc) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise RequestError(f"the request body is not valid JSON: {exc}") from None
+    _check_stream_options(request)
+    if not -PRIORITY_LIMIT <= (request.priority or 0) < PRIORITY_LIMIT:
+        raise RequestError(f"priority is {request.priority}; allowed are {-PRIORITY_LIMIT} to {PRIORITY_LIMIT - 1}",
+                           "priority")
+    return request, ignored
+
+
+def field_error(exc: msgspec.ValidationError, prefix: str = "") -> RequestError:
+    """A type error with the field as its `param`: `messages[0].content: expected str, got int`.
+
+    `prefix` names the field when only its value was decoded.
+    """
+    text, _, path = str(exc).partition(" - at `")
+    param = prefix + path.removesuffix("`").removeprefix("$")
+    param = param.removeprefix(".")
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", text)
+    if missing:
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return RequestError(f"{param} is missing", param)
+    text = text.replace("`", "").replace("Expected", "expected").replace("Number", "number")
+    return RequestError(f"{param}: {text}", param or None)
+
+
+def _refuse_unless_neutral(name: str, raw: msgspec.Raw, neutral: tuple[Any, ...]) -> None:
+    try:
+        value = _read_any(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise RequestError(f"{name} is not valid JSON: {exc}", name) from None
+    # True == 1 in Python, and `logprobs: 1` is not `logprobs: true`.
+    if value is None or any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral):
+        return
+    text = bytes(raw)
+    shown = text[:60].decode("utf-8", "replace") + ("..." if len(text) > 60 else "")
+    fix = "".join(f" or send {msgspec.json.encode(item).decode()}" for item in neutral[:1])
+    raise RequestError(f"{name} is {shown}, which this server does not support yet; leave it out{fix}", name)
+
+
+def _check_stream_options(request: GenerationRequest) -> None:
+    options = request.stream_options
+    if options is None:
+        return
+    if not request.stream:
+        raise RequestError("stream_options is only allowed when stream is true", "stream_options")
+    if options.include_obfuscation:
+        raise RequestError("stream_options.include_obfuscation is true, which this server does not support; leave it "
+                           "out or send false", "stream_options.include_obfuscation")
+
+
+def note_ignored(request_id: str, cls: type[GenerationRequest], names: list[str]) -> bytes:
+    """Logs ignored names, each once per process, and returns the value of the header x-ignored-fields."""
+    safe = [re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", name[:MAX_FIELD_CHARS]) for name in names[:MAX_NAMED_FIELDS]]
+    for name in safe:
+        if name in _logged_names or len(_logged_names) >= 1000:
+            continue
+        _logged_names.add(name)
+        near = difflib.get_close_matches(name, _field_names[cls] | NEUTRAL_VALUES.keys(), n=1)
+        logger.info("%s: unknown field %s is ignored%s", request_id, name, f"; did you mean {near[0]}?" if near else "")
+    if len(names) > len(safe):
+        safe.append(f"and-{len(names) - len(safe)}-more")
+    return ",".join(safe).encode("ascii")
+
+
+def sampling_params(request: GenerationRequest, default_max_tokens: int | None) -> SamplingParams:
+    """The checked parameters of one request. Raises RequestError that names the caller's field."""
+    given: dict[str, Any] = {name: value for name in _sampling_names
+                             if (value := getattr(request, name)) is not None}
+    source = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(request, source)
+    given["max_tokens"] = default_max_tokens if max_tokens is None else max_tokens
+    try:
+        return SamplingParams(**given)
+    except RequestError as exc:
+        if exc.param != "max_tokens":
+            raise
+        raise RequestError(str(exc).replace("max_tokens", source, 1), source) from None

@@ -1,0 +1,81 @@
+"""Server-sent events, encoded fast: what is the same in every chunk of a stream is joined once.
+
+A chunk is prefix + JSON text + suffix, so its cost does not depend on how many fields it has. Knows the shape of chat
+and completion chunks, nothing about where text comes from.
+"""
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(body: bytes) -> bytes:
+    """One event around JSON."""
+    return b"data: " + body + b"\n\n"
+
+
+def json_text(text: str) -> bytes:
+    """A JSON string in one line, also for clients that split lines as Python's str.splitlines does."""
+    data = _encode(text)
+    if not text.isascii():
+        data = data.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028")
+        data = data.replace(b"\xe2\x80\xa9", b"\\u2029")
+    return data
+
+
+class ChunkEncoder:
+    """The chunks of one stream. `usage` arguments are JSON, given when the caller wants it in each chunk."""
+
+    def __init__(self, kind: Literal["chat", "completion"], response_id: str, created: int, model: str,
+                 fingerprint: str, include_usage: bool) -> None:
+        name = {"chat": "chat.completion.chunk", "completion": "text_completion"}[kind]
+        head = _encode({"id": response_id, "object": name, "created": created, "model": model,
+                        "system_fingerprint": fingerprint})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._is_chat = kind == "chat"
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._after_text = b',"logprobs":null,"finish_reason":null}'
+        if self._is_chat:
+            self._after_text = b"}" + self._after_text
+        self._text_end = self._after_text + self._tail
+        self._prefixes: dict[int, bytes] = {}
+
+    def _prefix(self, index: int) -> bytes:
+        prefix = self._head + (b'{"index":%d,"delta":{"content":' if self._is_chat else b'{"index":%d,"text":') % index
+        self._prefixes[index] = prefix
+        return prefix
+
+    def _close(self, usage: bytes | None) -> bytes:
+        return self._tail if usage is None else b'],"usage":' + usage + b"}\n\n"
+
+    def role(self, index: int, usage: bytes | None = None) -> bytes:
+        """The first chunk of a chat choice."""
+        return (self._head + b'{"index":%d,"delta":{"role":"assistant","content":""' % index + self._after_text
+                + self._close(usage))
+
+    def text(self, index: int, text: str, usage: bytes | None = None) -> bytes:
+        """New text of a running choice: the hot path."""
+        prefix = self._prefixes.get(index) or self._prefix(index)
+        if usage is None:
+            return prefix + json_text(text) + self._text_end
+        return prefix + json_text(text) + self._after_text + self._close(usage)
+
+    def finish(self, index: int, text: str, finish_reason: str, stop_reason: int | str | None,
+               usage: bytes | None = None) -> bytes:
+        """The last chunk of a choice, with the text that was left."""
+        if self._is_chat:
+            news = b'"delta":{"content":' + json_text(text) + b"}" if text else b'"delta":{}'
+        else:
+            news = b'"text":' + json_text(text)
+        return (self._head + b'{"index":%d,' % index + news + b',"logprobs":null,"finish_reason":'
+                + _encode(finish_reason) + b',"stop_reason":' + _encode(stop_reason) + b"}" + self._close(usage))
+
+    def usage(self, usage: bytes) -> bytes:
+        """The closing chunk without choices."""
+        return self._head + self._close(usage)

@@ -1,0 +1,48 @@
+"""What a caller receives while a request runs.
+
+`RequestOutput` is one piece of news about one request: which choices have new text, which ended, and what it cost. Field
+names are vLLM's. Knows no sockets and no HTTP.
+"""
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+OutputKind = Literal["cumulative", "delta", "final"]
+
+FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR = "stop", "length", "abort", "error"
+
+
+@dataclasses.dataclass(slots=True)
+class CompletionOutput:
+    """One choice. With output_kind "delta", `text` and `token_ids` hold what is new since the last piece."""
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None            # "stop", "length", "abort" or "error"; None while running
+    stop_reason: int | str | None = None        # the stop token id or stop string that ended it
+
+
+@dataclasses.dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request in seconds of time.monotonic(); None: not yet."""
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """News about one request. `finished` is true exactly once, in its last piece."""
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0                  # prompt tokens that the prefix cache gave at first admission
+    num_preemptions: int = 0
+    max_tokens: int | None = None               # what the engine allows after clamping to the pool and max_model_len
+    usage_prompt_tokens: int = 0
+    usage_completion_tokens: int = 0            # over all choices; tokens past a stop string are not counted
+    metrics: RequestMetrics | None = None

@@ -1,0 +1,166 @@
+"""One request on its way back: tokens become text, stop strings end it, the consumer is woken.
+
+A `Choice` is one of the request's n sequences and one request inside the engine; it is also its journal: prompt and every
+token received. A `RequestStream` gathers its choices and hands their news out when the consumer asks; a slow consumer finds
+joined deltas, not a queue. Knows no sockets.
+"""
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from frontend.detokenizer import make_detokenizer
+from frontend.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
+from frontend.stop_strings import StopChecker
+from ipc.errors import error_from_code
+from ipc.messages import FINISH_ERROR, FINISH_NAMES, FINISH_STOP, Admitted, Finished
+from ipc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from frontend.tokenizer import Tokenizer
+
+
+class Choice:
+    """One sequence. `is_ended`: the caller's view; the engine may still hold it until its Finished arrives."""
+
+    __slots__ = ("stream", "request_id", "index", "token_ids", "text", "num_taken_chars", "num_taken_tokens", "new_text",
+                 "finish_reason", "stop_reason", "is_reported", "_detokenizer", "_stop", "_min_tokens")
+
+    def __init__(self, stream: RequestStream, request_id: int, index: int, tokenizer: Tokenizer) -> None:
+        params = stream.params
+        self.stream = stream
+        self.request_id = request_id
+        self.index = index
+        self.token_ids: list[int] = []          # everything received that counts
+        self.text = ""                          # what the consumer has been given
+        self.new_text: list[str] = []
+        self.num_taken_tokens = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.is_reported = False                # its finish_reason was handed out
+        self._detokenizer = make_detokenizer(tokenizer, params.skip_special_tokens)
+        self._stop = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._min_tokens = params.min_tokens
+
+    @property
+    def is_ended(self) -> bool:
+        return self.finish_reason is not None
+
+    def receive(self, token: int, is_stop_token: bool) -> bool:
+        """One token. True when a stop string was completed: the rest of the sequence is not wanted."""
+        self.token_ids.append(token)
+        if is_stop_token:                       # ends the sequence and is no text of it
+            return False
+        text = self._detokenizer.feed((token,))
+        if not text:
+            return False
+        if self._stop is not None:
+            text, matched = self._stop.feed(text, len(self.token_ids) >= self._min_tokens)
+            if matched is not None:
+                self._end("stop", matched, text)
+                return True
+        if text:
+            self.new_text.append(text)
+        return False
+
+    def finish(self, reason: str, stop_reason: int | str | None) -> bool:
+        """The engine ended it: give out what was held back. True when that completes a stop string."""
+        tail = self._detokenizer.flush()
+        if self._stop is not None:
+            tail, matched = self._stop.feed(tail, len(self.token_ids) >= self._min_tokens)
+            if matched is not None:
+                self._end("stop", matched, tail)
+                return True
+            tail += self._stop.flush()
+        self._end(reason, stop_reason, tail)
+        return False
+
+    def _end(self, reason: str, stop_reason: int | str | None, text: str) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if text:
+            self.new_text.append(text)
+
+    @property
+    def has_news(self) -> bool:
+        return len(self.token_ids) > self.num_taken_tokens or bool(self.new_text) or (self.is_ended and not self.is_reported)
+
+    def take(self, kind: OutputKind) -> CompletionOutput:
+        """What is new (delta), or all so far."""
+        text, self.new_text = "".join(self.new_text), []
+        tokens = self.token_ids[self.num_taken_tokens:] if kind == "delta" else list(self.token_ids)
+        self.num_taken_tokens = len(self.token_ids)
+        self.is_reported = self.is_ended
+        if kind != "delta":
+            self.text += text
+            text = self.text
+        return CompletionOutput(self.index, text, tokens, self.finish_reason, self.stop_reason)
+
+
+class RequestStream:
+    """All choices of one request. Lives in one event loop."""
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: bytes, params: SamplingParams,
+                 kind: OutputKind) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
+        self.kind = kind
+        self.choices: list[Choice] = []
+        self.metrics = RequestMetrics(time.monotonic())
+        self.num_cached_tokens = self.num_preemptions = 0
+        self.max_tokens: int | None = params.max_tokens
+        self.error: Exception | None = None
+        self._prompt_list: list[int] | None = None
+        self._wake: asyncio.Event = asyncio.Event()
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.is_ended for choice in self.choices)
+
+    def on_admitted(self, news: Admitted) -> None:
+        if self.metrics.first_scheduled_time is None:
+            self.metrics.first_scheduled_time = news.scheduled_ns / 1e9
+            self.num_cached_tokens, self.max_tokens = news.num_cached_tokens, news.max_tokens
+
+    def on_token(self) -> None:
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = time.monotonic()
+        self._wake.set()
+
+    def on_finished(self, choice: Choice, news: Finished) -> None:
+        self.num_preemptions += news.num_preemptions
+        if not choice.is_ended:
+            if news.reason == FINISH_ERROR:
+                self.fail(error_from_code(news.error_code, news.message))
+            choice.finish(FINISH_NAMES[news.reason],
+                          news.stop_token_id if news.reason == FINISH_STOP and news.stop_token_id >= 0 else None)
+        self.on_end()
+
+    def on_end(self) -> None:
+        if self.is_finished:
+            self.metrics.finish_time = time.monotonic()
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = error
+        self._wake.set()
+
+    async def next(self) -> RequestOutput:
+        """Wait for news and take it all. Raises the request's error."""
+        while True:
+            if self.error is not None:
+                raise self.error
+            fresh = [choice for choice in self.choices if choice.has_news]
+            done = self.is_finished
+            if fresh and (done or self.kind != "final"):
+                return self._output(self.choices if self.kind == "final" else fresh, done)
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _output(self, choices: list[Choice], done: bool) -> RequestOutput:
+        if self._prompt_list is None:
+            self._prompt_list = memoryview(self.prompt_token_ids).cast("i").tolist()
+        return RequestOutput(
+            self.request_id, self.prompt, self._prompt_list, [choice.take(self.kind) for choice in choices], done,
+            self.num_cached_tokens, self.num_preemptions, self.max_tokens, len(self._prompt_list),
+            sum(len(choice.token_ids) for choice in self.choices), self.metrics)

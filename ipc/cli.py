@@ -1,0 +1,201 @@
+"""The one table of serving options: its rows make the command line, its targets fill EngineConfig.
+
+launch.py parses argv with it; AsyncLLM(**options) takes the same names with underscores. Spellings are those of vLLM
+where it has the option. Knows no processes; the values are checked by the structs of config.py.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ipc.config import (DTYPES, LOG_LEVELS, POLICIES, PREEMPTION_MODES, CacheConfig, EngineConfig, FrontendSection,
+                        ModelSection, SchedulerConfig)
+from ipc.errors import ConfigError
+from ipc.model_source import LOAD_FORMATS, Report, resolve_model
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)")
+_SMALLEST_SIZE = 1 << 16
+
+
+def parse_count(text: str | int) -> int:
+    """Tokens or requests: 8192, 32k = 32,000, 32K = 32Ki = 32,768."""
+    return _number(text, is_size=False)
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes: 512MiB, 1GiB = 1G, 1GB = 1g = 10**9. A bare small number is refused: elsewhere it would have meant GiB."""
+    size = _number(text, is_size=True)
+    if 0 < size < _SMALLEST_SIZE:
+        raise ConfigError(f"size {text} is {size} bytes; write the unit, for example {text}GiB")
+    return size
+
+
+def _number(text: str | int, is_size: bool) -> int:
+    match = _NUMBER.fullmatch(str(text).strip())
+    if match is None or (match[4] and not is_size) or (match[3] and not match[2]):
+        example = "size; write it like 512MiB or 1GiB" if is_size else "count; write it like 4096 or 32k"
+        raise ConfigError(f"{text!r} is no {example}")
+    power = "kmgt".find(match[2].lower()) + 1 if match[2] else 0
+    is_binary = bool(match[3]) or (match[2].isupper() and not match[4])
+    value = float(match[1]) * (1024 if is_binary else 1000) ** power
+    if value != int(value):
+        raise ConfigError(f"{text!r} is no whole number")
+    return int(value)
+
+
+class Option(NamedTuple):
+    """One row. `target` is where its value goes; "": build_config itself uses it."""
+    flag: str
+    target: str
+    parse: Callable[[Any], Any]                  # bool: --flag and --no-flag
+    help: str
+    choices: tuple[str, ...] | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.flag[2:].replace("-", "_")
+
+
+GROUPS: dict[str, tuple[Option, ...]] = {
+    "model": (
+        Option("--load-format", "", str, "auto; dummy: random weights at the model's true shape", LOAD_FORMATS),
+        Option("--dtype", "model.dtype", str, "of weights and computation", DTYPES),
+        Option("--max-model-len", "model.max_model_len", parse_count, "longest prompt plus output, for example 32k"),
+        Option("--seed", "model.seed", int, "of dummy weights"),
+        Option("--download-dir", "", str, "folder for what is downloaded here (default ~/.cache/threefold)"),
+        Option("--offline", "", bool, "use the network for nothing"),
+    ),
+    "cache": (
+        Option("--block-size", "cache.block_size", int, "tokens per block"),
+        Option("--num-gpu-blocks-override", "cache.num_gpu_blocks_override", int, "usable blocks, on any device"),
+        Option("--kv-cache-memory", "cache.kv_cache_memory", parse_size, "size of the pool, for example 4GiB",
+               aliases=("--kv-cache-memory-bytes",)),
+        Option("--gpu-memory-utilization", "cache.gpu_memory_utilization", float, "CUDA: share of the device to use"),
+        Option("--cpu-memory-share", "cache.cpu_memory_share", float, "CPU: share of free memory for the pool"),
+        Option("--enable-prefix-caching", "cache.enable_prefix_caching", bool, "share blocks of equal prefixes"),
+        Option("--swap-space", "cache.swap_space", parse_size, "host memory for swapped-out blocks, for example 1GiB"),
+    ),
+    "scheduler": (
+        Option("--max-num-seqs", "scheduler.max_num_seqs", parse_count, "requests running at once"),
+        Option("--max-num-batched-tokens", "scheduler.max_num_batched_tokens", parse_count, "tokens of one step"),
+        Option("--enable-chunked-prefill", "scheduler.enable_chunked_prefill", bool, "split long prompts over steps"),
+        Option("--long-prefill-token-threshold", "scheduler.long_prefill_token_threshold", parse_count,
+               "longest prefill chunk; 0: the whole budget"),
+        Option("--scheduling-policy", "scheduler.policy", str, "order of the waiting queue", POLICIES),
+        Option("--preemption-mode", "scheduler.preemption_mode", str, "what happens when the pool is full",
+               PREEMPTION_MODES),
+        Option("--async-scheduling", "scheduler.async_scheduling", bool, "plan a step before the last one's results"),
+    ),
+    "engine": (
+        Option("--device", "engine.device", str, "cpu, cuda or auto", ("auto", "cpu", "cuda")),
+        Option("--attention-backend", "engine.attention_backend", str, "auto, or a backend by name"),
+        Option("--num-threads", "engine.num_threads", int, "compute threads on a CPU; 0: one per core"),
+        Option("--log-level", "engine.log_level", str, "of all processes", LOG_LEVELS),
+    ),
+    "server": (
+        Option("--host", "frontend.host", str, "address to listen on"),
+        Option("--port", "frontend.port", int, "TCP port; 0: any free one"),
+        Option("--served-model-name", "frontend.served_model_name", str, "the name that clients use"),
+    ),
+}
+OPTIONS: dict[str, Option] = {option.name: option for group in GROUPS.values() for option in group}
+_SECTIONS: dict[str, type] = {"model": ModelSection, "cache": CacheConfig, "scheduler": SchedulerConfig,
+                              "frontend": FrontendSection, "engine": EngineConfig}
+
+
+def make_parser(prog: str = "launch.py") -> argparse.ArgumentParser:
+    """The command line of serving. Options not given are absent from the result: config.py has the defaults."""
+    parser = argparse.ArgumentParser(prog=prog, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--model", metavar="MODEL", help="alias, folder in Hugging Face layout, .gguf file or hub id")
+    for title, options in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for option in options:
+            text = option.help + default_text(option)
+            if option.parse is bool:
+                group.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=text)
+            else:
+                group.add_argument(option.flag, *option.aliases, dest=option.name, type=_argument(option.parse),
+                                   choices=option.choices, help=text,
+                                   metavar=None if option.choices else option.name.split("_")[-1].upper())
+    return parser
+
+
+def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """argparse prints the text of an ArgumentTypeError, and only a guess for other errors."""
+    if parse in (int, float, str):
+        return parse
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return convert
+
+
+def default_text(option: Option) -> str:
+    """" (default: 16)", for help; nothing where the default is found at start."""
+    if not option.target:
+        return ""
+    section, name = option.target.split(".")
+    value = next(field.default for field in msgspec.structs.fields(_SECTIONS[section]) if field.name == name)
+    if isinstance(value, bool):
+        return " (default: on)" if value else " (default: off)"
+    return "" if value in (None, "") else f" (default: {value})"
+
+
+def config_from_argv(argv: list[str], report: Report | None = None) -> EngineConfig:
+    """The configuration that this command line asks for. Raises ConfigError; argparse exits with status 2."""
+    parser = make_parser()
+    options = vars(parser.parse_args(argv))
+    names = [options.pop(key) for key in ("model_name", "model") if key in options]
+    if len(names) != 1:
+        parser.error("name one model: --model qwen3-0.6b (an alias, a folder, a .gguf file or a hub id)")
+    return build_config(names[0], options, report=report)
+
+
+def build_config(model: str, options: Mapping[str, Any], *, serve: bool = True,
+                 report: Report | None = None) -> EngineConfig:
+    """EngineConfig for a model and options named as in OPTIONS. Finds, and if needed downloads, the model's files.
+
+    Raises ConfigError: an unknown option, a value out of range, or a model that is not to be had.
+    """
+    sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    for name, value in options.items():
+        option = OPTIONS.get(name)
+        if option is None:
+            raise ConfigError(f"unknown option {name!r}; known are {', '.join(OPTIONS)}")
+        if option.target and value is not None:
+            section, field = option.target.split(".")
+            sections[section][field] = _convert(option, value)
+    made = {name: _SECTIONS[name](**values) for name, values in sections.items() if name not in ("model", "engine")}
+    offline = bool(options.get("offline")) or _offline_mode()
+    files = resolve_model(model, cache_dir=options.get("download_dir"), offline=offline,
+                          load_format=options.get("load_format") or "auto", report=report)
+    return EngineConfig(model=ModelSection(files=files, **sections["model"]), serve=serve, **sections["engine"], **made)
+
+
+def _convert(option: Option, value: Any) -> Any:
+    """From Python callers values come as anything; what argparse made passes unchanged."""
+    expected: dict[Any, tuple[type, ...]] = {bool: (bool,), float: (int, float, str), str: (str,)}
+    if type(value) not in expected.get(option.parse, (int, str)):
+        raise ConfigError(f"option {option.name} is {value!r}; it takes {option.parse.__name__}")
+    try:
+        return option.parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"option {option.name}: {error}") from None
+    except ValueError:
+        raise ConfigError(f"option {option.name} is {value!r}; it takes {option.parse.__name__}") from None
+
+
+def _offline_mode() -> bool:
+    """The hub library's own switch."""
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
+               for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))

@@ -1,0 +1,157 @@
+"""Every option of the engine as frozen structs, each checked where it is made.
+
+launch.py (or AsyncLLM) builds an `EngineConfig`; the supervisor cuts it into one section per process, so no process reads
+an option that is not its own. A value "auto" or None is resolved once, by the process that owns the fact, which logs the
+choice with its reason. A test asserts that every field here is read somewhere.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ipc.errors import ConfigError
+from ipc.model_source import ModelFiles
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICIES = ("fcfs", "priority")
+PREEMPTION_MODES = ("recompute", "swap")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _range(name: str, value: Any, low: float, high: float | None = None) -> None:
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ConfigError(f"--{name.replace('_', '-')} is {value}; allowed is {allowed}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value!r}; known are {', '.join(known)}")
+
+
+class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The KV pool. Sizes are in bytes; None: from memory that is free when the worker starts."""
+    block_size: int = 16                        # tokens per block
+    num_gpu_blocks_override: int | None = None  # usable blocks, on any device (the field's name for it)
+    kv_cache_memory: int | None = None          # bytes of the pool
+    gpu_memory_utilization: float = 0.9         # CUDA: share of the device that weights, activations and pool may use
+    cpu_memory_share: float = 0.25              # CPU: share of free memory given to the pool when no size is named
+    enable_prefix_caching: bool = True
+    swap_space: int = 0                         # bytes of host memory for swapped-out blocks; 0: no swapping
+
+    def __post_init__(self) -> None:
+        _range("block_size", self.block_size, 1, 1024)
+        if self.num_gpu_blocks_override is not None:
+            _range("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
+        if self.kv_cache_memory is not None:
+            _range("kv_cache_memory", self.kv_cache_memory, 1)
+        _range("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
+        _range("cpu_memory_share", self.cpu_memory_share, 0.01, 0.95)
+        _range("swap_space", self.swap_space, 0)
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the scheduler may do in one step."""
+    max_num_seqs: int = 128                     # requests running at once
+    max_num_batched_tokens: int = 256           # tokens of one step
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0       # longest prefill chunk; 0: the whole budget
+    policy: str = "fcfs"
+    preemption_mode: str = "recompute"
+    async_scheduling: bool = False              # plan a step before the results of the last one are read
+
+    def __post_init__(self) -> None:
+        _range("max_num_seqs", self.max_num_seqs, 1, 65536)
+        _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 24)
+        _range("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _one_of("scheduling_policy", self.policy, POLICIES)
+        _one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+
+
+class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which weights, and as what."""
+    files: ModelFiles
+    dtype: str = "auto"                         # compute and weight dtype
+    max_model_len: int | None = None            # None: the model's own limit
+    seed: int = 0                               # of dummy weights
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        if self.max_model_len is not None:
+            _range("max_model_len", self.max_model_len, 1)
+
+
+class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The HTTP server. None of it concerns AsyncLLM."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str = ""                 # "": the name given as --model
+
+    def __post_init__(self) -> None:
+        _range("port", self.port, 0, 65535)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything. `serve` is False when AsyncLLM is the frontend."""
+    model: ModelSection
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    frontend: FrontendSection = FrontendSection()
+    device: str = "auto"                        # "cpu", "cuda" or "auto"
+    attention_backend: str = "auto"
+    num_threads: int = 0                        # compute threads of a CPU worker; 0: one per usable core
+    serve: bool = True
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _range("num_threads", self.num_threads, 0, 4096)
+        _one_of("log_level", self.log_level, LOG_LEVELS)
+        if self.scheduler.preemption_mode == "swap" and self.cache.swap_space == 0:
+            raise ConfigError("--preemption-mode swap needs host memory: add --swap-space, for example --swap-space 1GiB")
+
+
+class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where another process listens."""
+    address: str                                # ZeroMQ endpoint
+    epoch: int                                  # its restart counter; messages of an older one are dropped
+
+
+class WorkerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The section of one worker."""
+    rank: int
+    listen: str
+    epoch: int
+    model: ModelSection
+    cache: CacheConfig
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    attention_backend: str
+    num_threads: int
+    run_dir: str
+    log_level: str
+
+
+class CoreProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The section of the engine core."""
+    listen: str
+    epoch: int
+    workers: list[Peer]
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    hash_key: bytes                             # secret of this run, keys the prefix cache
+    run_dir: str
+    log_level: str
+
+
+class FrontendProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The section of one HTTP frontend."""
+    number: int                                 # high bits of its request ids
+    core: Peer
+    model: ModelSection
+    frontend: FrontendSection
+    listen_fd: int                              # the TCP socket, bound by the supervisor
+    run_dir: str
+    log_level: str

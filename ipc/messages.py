@@ -1,0 +1,269 @@
+"""Every struct that crosses a process boundary, grouped by direction, and the table of their kinds.
+
+Knows no bytes (codec.py) and no sockets. Two layouts: request-level messages are maps, so that a decoding error names the
+field; per-step messages are arrays of packed columns (little-endian int32 unless a comment says otherwise), so that a step
+of 256 decodes costs microseconds. Columns decode as memoryviews into the received frame. Times are nanoseconds of
+CLOCK_MONOTONIC, which all processes of a host share.
+
+    supervisor ─ Config, PeerUp, Shutdown ─▶ child        child ─ Phase, Ready, Failure ─▶ supervisor      (lifeline)
+    frontend ─ Hello, AddRequest, Abort, Command ─▶ core   core ─ EngineReady, Outputs, CommandReply ─▶ frontend
+    core ─ Hello, SchedulerOutput ─▶ worker                worker ─ Phase, WorkerReady, ModelRunnerOutput, StepFailed ─▶ core
+"""
+from __future__ import annotations
+
+import msgspec
+
+from ipc.config import CoreProcess, EngineConfig, FrontendProcess, WorkerProcess
+from ipc.sampling_params import SamplingParams
+
+EMPTY = memoryview(b"")
+
+
+# ---------------------------------------------------------------- lifeline: supervisor and child
+
+class ConfigWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Supervisor -> worker, answer to its Hello: its section of the options."""
+    config: WorkerProcess
+
+
+class ConfigCore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Supervisor -> engine core, answer to its Hello."""
+    config: CoreProcess
+
+
+class ConfigFrontend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Supervisor -> HTTP frontend, answer to its Hello."""
+    config: FrontendProcess
+
+
+class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A starting process -> its peers: what it is doing. Sent when a phase begins, as it advances, and when it ends."""
+    role: str                                   # "worker", "engine_core", "frontend", "launch"
+    name: str                                   # "load weights", ...
+    fraction: float                             # 0 to 1; 1: ended
+    seconds: float = 0.0                        # since the phase began
+    detail: str = ""                            # one line for the screen
+
+
+class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Child -> supervisor, once: it serves. The text is printed."""
+    detail: str
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A dying process -> supervisor: why. One line, printed without a traceback unless it is a fault of ours."""
+    reason: str
+    traceback: str = ""
+
+
+class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Supervisor -> child: stop. A frontend finishes its streams for drain_s seconds first."""
+    reason: str
+    drain_s: float = 0.0
+
+
+class EngineUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Supervisor -> AsyncLLM's process, once the engine serves: where its core listens."""
+    core_address: str
+    core_epoch: int
+    run_dir: str
+    pids: list[int]                             # supervisor first, then its children
+
+
+class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """AsyncLLM's process -> its supervisor, first of all: start this engine. Answered by Phases, then EngineUp or
+    Failure."""
+    config: EngineConfig
+
+
+# ---------------------------------------------------------------- frontend -> engine core
+
+class AddRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Frontend -> engine core, once per choice of a request. Answered by Outputs, the last of which has a Finished.
+
+    request_id is frontend number << 40 | counter. The n choices of one request have consecutive ids and are sent as one
+    AddRequest each; `choice` keys their noise together with the seed.
+    """
+    request_id: int
+    prompt_token_ids: memoryview                # int32, at least one
+    sampling_params: SamplingParams             # seed is always set
+    output_token_ids: memoryview = EMPTY        # int32; not empty only when a live request is re-added after a restart
+    choice: int = 0
+    priority: int = 0                           # lower runs first under the priority policy
+    arrival_time: float = 0.0                   # seconds of time.monotonic()
+    cache_salt: str = ""                        # requests of different salts never share cached blocks
+
+
+class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Frontend -> engine core: these requests are no longer wanted. Unknown ids are ignored; each known one is answered
+    by a Finished with reason abort."""
+    request_ids: list[int]
+
+
+class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Frontend -> engine core: a control call. Answered by the CommandReply of the same call_id."""
+    call_id: int
+    name: str                                   # one of engine_core.core.COMMANDS
+    request_id: int = 0                         # of "request_status"
+
+
+# ---------------------------------------------------------------- engine core -> frontend
+
+class EngineReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Engine core -> frontend, answer to its Hello, sent when the workers are ready."""
+    num_blocks: int                             # usable blocks
+    block_size: int
+    max_model_len: int
+    vocab_size: int                             # width of the logits: the bound for token ids
+    eos_token_ids: list[int]
+    max_num_seqs: int
+    dtype: str
+    detail: str                                 # the worker's description of model and pool
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The end of one request, inside Outputs."""
+    request_id: int
+    reason: int                                 # FINISH_* below
+    stop_token_id: int = -1                     # the token that stopped it, -1: none
+    error_code: int = 0                         # ipc.errors code, with reason FINISH_ERROR
+    message: str = ""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR = 0, 1, 2, 3
+FINISH_NAMES = ("stop", "length", "abort", "error")
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request was scheduled for the first time, inside Outputs."""
+    request_id: int
+    num_cached_tokens: int
+    max_tokens: int                             # after clamping to the pool and to max_model_len
+    scheduled_ns: int
+
+
+class Outputs(msgspec.Struct, array_like=True, gc=False):
+    """Engine core -> frontend after each step with news for it, and once a second when idle: the heartbeat.
+
+    Row i: request request_ids[i] received tokens[i], its output number output_index[i].
+    """
+    step: int                                   # last committed step: progress
+    request_ids: memoryview = EMPTY             # int64
+    output_index: memoryview = EMPTY
+    tokens: memoryview = EMPTY
+    admitted: list[Admitted] = []
+    finished: list[Finished] = []
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    stamps: memoryview = EMPTY                  # int64: STAMPS below, of the step that made these tokens
+
+
+# Times of one step in Outputs.stamps. Together with the frontend's own they give the whole timeline.
+STAMPS = ("plan_begin", "plan_end", "worker_received", "worker_prepared", "worker_launched", "worker_done", "device_ns",
+          "commit_begin", "commit_end")
+
+
+class CommandReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Engine core -> frontend: the answer to a Command. `result` is msgpack."""
+    call_id: int
+    result: msgspec.Raw
+    error: str = ""
+
+
+# ---------------------------------------------------------------- engine core -> worker
+
+class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request that enters the batch as the next row: everything the worker needs, once. Its tokens and blocks are the
+    next ones in SchedulerOutput.new_tokens and new_blocks."""
+    request_id: int
+    num_tokens: int                             # prompt and outputs so far
+    num_prompt_tokens: int
+    num_computed_tokens: int                    # KV already in its blocks when this plan's ops are done
+    num_blocks: int
+    sampling_params: SamplingParams
+    choice: int = 0
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
+    """Engine core -> worker: one step, as differences to the last plan. Executed in this order:
+
+    moves · gather swap_out and copy sources · write copy and swap_in targets · new · extend · advance · run.
+    Row numbers mean something only inside their plan. Every row computes one token unless `counts` names it.
+    """
+    step: int
+    num_rows: int                               # after moves and new
+    moves: memoryview = EMPTY                   # pairs (row, last): row leaves, row `last` takes its place
+    new: list[NewRow] = []
+    new_tokens: memoryview = EMPTY
+    new_blocks: memoryview = EMPTY
+    extend: memoryview = EMPTY                  # pairs (row, block) appended to block tables, in order
+    advance: memoryview = EMPTY                 # pairs (row, n): n more tokens are in blocks adopted from the cache
+    counts: memoryview = EMPTY                  # pairs (row, n) where n is not 1; 0: computes nothing
+    swap_out: memoryview = EMPTY                # pairs (block, host slot)
+    copies: memoryview = EMPTY                  # pairs (source block, target block)
+    swap_in: memoryview = EMPTY                 # pairs (host slot, block)
+    reset: bool = False                         # drop all rows first; ends the stop after a failed step
+    sent_ns: int = 0
+
+
+# ---------------------------------------------------------------- worker -> engine core
+
+class WorkerReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Worker -> engine core, answer to its Hello once weights and pool are there."""
+    num_blocks: int                             # usable blocks; ids are 1 to num_blocks, block 0 is the null block
+    num_host_blocks: int                        # slots of the swap pool
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    dtype: str
+    detail: str                                 # one line: model, dtype, pool
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
+    """Worker -> engine core: the sampled tokens of one step, by the plan's rows."""
+    step: int
+    tokens: memoryview                          # one per row; -1: none sampled
+    bad_rows: memoryview = EMPTY                # rows whose logits were not finite: their requests end with an error
+    received_ns: int = 0
+    prepared_ns: int = 0
+    launched_ns: int = 0
+    done_ns: int = 0
+    device_ns: int = 0                          # time of the forward pass on the device
+
+
+class StepFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Worker -> engine core: this step raised. The worker executes nothing more until a plan with `reset`."""
+    step: int
+    reason: str
+    traceback: str = ""
+    request_ids: list[int] = []                 # the requests it is about, when the worker can tell
+
+
+class HelloAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Either side of a link -> the other: the Hello was refused. Schema hashes as hex."""
+    refused: str
+
+
+# kind -> struct. HELLO has no body: its header alone must be readable by every version.
+HELLO = 1
+KINDS: dict[int, type] = {
+    2: HelloAck,
+    10: ConfigWorker, 11: ConfigCore, 12: ConfigFrontend, 13: Phase, 14: Ready, 15: Failure, 16: Shutdown, 17: EngineUp,
+    18: Start,
+    20: AddRequest, 21: Abort, 22: Command,
+    30: EngineReady, 31: Outputs, 32: CommandReply,
+    40: SchedulerOutput,
+    50: WorkerReady, 51: ModelRunnerOutput, 52: StepFailed,
+}
+KIND_OF: dict[type, int] = {struct: kind for kind, struct in KINDS.items()}
+
+# Fields that may be long (a whole prompt): above codec.INLINE_LIMIT they travel as frames of their own.
+LONG_FIELDS: dict[type, tuple[str, ...]] = {
+    AddRequest: ("prompt_token_ids", "output_token_ids"),
+    SchedulerOutput: ("new_tokens",),
+}
+
+ROLES = ("supervisor", "frontend", "engine_core", "worker")

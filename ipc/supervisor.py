@@ -1,0 +1,286 @@
+"""Start the processes of one engine, watch them, and end them all when one of them or their owner ends.
+
+One loop, one thread; it sleeps only in its selector. launch.py runs a Supervisor itself; AsyncLLM starts one as a
+process of its own (`python -m ipc.supervisor`, driven by engine_process.py), because the kernel's death signal follows
+the *thread* that spawned a child, and the user's threads come and go. Knows neither models nor requests.
+
+    spawn worker(s), core, frontend ─▶ each: Hello ─▶ its section ─▶ Phase ... Ready ─▶ all ready: EngineUp
+    a child ends or fails, the owner ends, a signal ─▶ Shutdown, SIGTERM, SIGKILL; sockets and directory removed
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ipc.child import MODULES, Child
+from ipc.config import CoreProcess, EngineConfig, FrontendProcess, Peer, WorkerProcess
+from ipc.errors import ConfigError, WireError
+from ipc.lifeline import Lifeline
+from ipc.messages import ConfigCore, ConfigFrontend, ConfigWorker, EngineUp, Failure, Phase, Ready, Shutdown, Start
+from ipc.run_dir import RunDir
+from ipc.system import SignalPipe, bind_listener, open_pidfd, usable_cores
+
+Report = Callable[[str, Any], None]              # (name of the process, Phase | Ready | Failure | EngineUp)
+
+EXIT_CLEAN, EXIT_START_FAILED, EXIT_DIED = 0, 1, 3
+NUM_WORKERS = 1
+# Longest waits of a stop. Their sums keep the promises: 3 s after a signal, 2 s after a fault.
+_FRONTEND_S, _CORE_S, _WORKER_S, _FAULT_S, _TERM_S = 1.0, 0.6, 0.6, 0.8, 0.4
+_POLL_S = 0.1                                    # only where the kernel has no pidfds
+
+
+class Supervisor:
+    """One engine's processes. Construct, then `run()` in the main thread."""
+
+    def __init__(self, config: EngineConfig, report: Report, *, modules: Mapping[str, str] = MODULES,
+                 control: Lifeline | None = None, host_pidfd: int = -1, host_pid: int = 0) -> None:
+        """Raises ConfigError when the TCP port is taken: before anything else is made."""
+        self.config, self.report = config, report
+        self.control, self.host_pidfd, self.host_pid = control, host_pidfd, host_pid
+        self.listener = bind_listener(config.frontend.host, config.frontend.port) if config.serve else None
+        self.run_dir = RunDir()
+        self.hash_key = os.urandom(32)
+        self.num_threads = config.num_threads or usable_cores()
+        self.workers = [Child("worker", modules["worker"], rank) for rank in range(NUM_WORKERS)]
+        self.core = Child("engine_core", modules["engine_core"])
+        self.frontends = [Child("frontend", modules["frontend"])] if config.serve else []
+        self.children = [*self.workers, self.core, *self.frontends]   # the root of a chain of failures comes first
+        self.is_up = False
+        self.failure: Failure | None = None      # why everything ends, unless it was asked to
+        self.num_stops = 0                       # requests to stop; the second one means at once
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        """Serve until a signal, the owner's end or a fault. Returns the exit status; nothing is left when it does."""
+        with SignalPipe() as signals:
+            self._selector.register(signals, selectors.EVENT_READ, functools.partial(self._on_signal, signals))
+            try:
+                self._watch_host()
+                for child in self.children:
+                    self._spawn(child)
+                while not self.num_stops and self.failure is None:
+                    self._poll()
+                    self._judge()
+                if self.failure is not None:
+                    self.report("supervisor", self.failure)
+            finally:
+                self._end_all()
+        if self.failure is None:
+            return EXIT_CLEAN
+        return EXIT_DIED if self.is_up else EXIT_START_FAILED
+
+    @property
+    def port(self) -> int:
+        """The port in use, also when 0 was asked for."""
+        return int(self.listener.getsockname()[1]) if self.listener is not None else 0
+
+    # ------------------------------------------------------------ start
+
+    def _spawn(self, child: Child) -> None:
+        is_worker = child.role == "worker"
+        fds = (self.listener.fileno(),) if child.role == "frontend" and self.listener is not None else ()
+        lifeline = child.spawn(self.num_threads if is_worker else 1, fds)
+        self._selector.register(lifeline, selectors.EVENT_READ, functools.partial(self._on_message, child))
+        if child.pidfd >= 0:
+            self._selector.register(child.pidfd, selectors.EVENT_READ, functools.partial(self._on_end, child))
+
+    def _section(self, child: Child) -> ConfigWorker | ConfigCore | ConfigFrontend:
+        """What this process is told: its part of the options, and where the others listen."""
+        config, run_dir = self.config, self.run_dir.path
+        if child.role == "worker":
+            return ConfigWorker(WorkerProcess(
+                rank=child.rank, listen=self._peer(child).address, epoch=child.epoch, model=config.model,
+                cache=config.cache, max_num_seqs=config.scheduler.max_num_seqs,
+                max_num_batched_tokens=config.scheduler.max_num_batched_tokens, device=config.device,
+                attention_backend=config.attention_backend, num_threads=self.num_threads, run_dir=run_dir,
+                log_level=config.log_level))
+        if child.role == "engine_core":
+            return ConfigCore(CoreProcess(
+                listen=self._peer(child).address, epoch=child.epoch, workers=[self._peer(w) for w in self.workers],
+                cache=config.cache, scheduler=config.scheduler, hash_key=self.hash_key, run_dir=run_dir,
+                log_level=config.log_level))
+        return ConfigFrontend(FrontendProcess(
+            number=child.epoch, core=self._peer(self.core), model=config.model, frontend=config.frontend,
+            listen_fd=self.listener.fileno() if self.listener is not None else -1, run_dir=run_dir,
+            log_level=config.log_level))
+
+    def _peer(self, child: Child) -> Peer:
+        name = f"worker-{child.rank}" if child.role == "worker" else "core"
+        return Peer(self.run_dir.address(f"{name}-{child.epoch}"), child.epoch)
+
+    # ------------------------------------------------------------ watch
+
+    def _poll(self, timeout: float | None = None) -> None:
+        """The one place this process sleeps."""
+        if any(child.pidfd < 0 for child in self.children) or (self.host_pid and self.host_pidfd < 0):
+            timeout = _POLL_S if timeout is None else min(timeout, _POLL_S)
+            if self.host_pid and os.getppid() != self.host_pid:
+                self._on_host_end()
+        for key, _ in self._selector.select(timeout):
+            key.data()
+
+    def _on_message(self, child: Child) -> None:
+        for message in child.receive():
+            if message is None:
+                child.send(self._section(child))
+            elif isinstance(message, (Phase, Ready)):
+                self.report(child.name, message)
+        if child.lifeline is not None and child.lifeline.is_closed:
+            self._forget(child.lifeline)
+            child.note_end()
+        if not self.is_up and all(c.is_ready for c in self.children):
+            self.is_up = True
+            self.report("supervisor", EngineUp(self._peer(self.core).address, self.core.epoch, self.run_dir.path,
+                                               [os.getpid(), *(c.pid for c in self.children)]))
+
+    def _on_end(self, child: Child) -> None:
+        self._forget(child.pidfd)
+        child.note_end()
+
+    def _judge(self) -> None:
+        """A failed child ends the engine. Its peers may have failed because of it: the one nearest the root counts."""
+        for child in self.children:
+            if child.pidfd < 0 and child.failure is None and child.has_ended():
+                child.note_end()
+        if any(child.failure is not None for child in self.children):
+            self._poll(0.05)
+            self.failure = next(child.failure for child in self.children if child.failure is not None)
+
+    def _on_signal(self, signals: SignalPipe) -> None:
+        self.num_stops += signals.drain()
+
+    def _watch_host(self) -> None:
+        """The user's process: its pidfd counts, for its forked children keep the control socket open."""
+        if self.control is not None:
+            self._selector.register(self.control, selectors.EVENT_READ, self._on_control)
+        if self.host_pidfd >= 0:
+            self._selector.register(self.host_pidfd, selectors.EVENT_READ, self._on_host_end)
+
+    def _on_control(self) -> None:
+        control = self.control
+        if control is None:
+            return
+        for _, message in control.receive():
+            if isinstance(message, Shutdown):
+                self.num_stops += 1
+        if control.is_closed:
+            self._forget(control)
+            self._on_host_end()
+
+    def _on_host_end(self) -> None:
+        if self.host_pidfd >= 0:
+            self._forget(self.host_pidfd)
+        self.num_stops += 2                      # nobody waits for an orderly end
+
+    def _forget(self, source: Any) -> None:
+        try:
+            self._selector.unregister(source)
+        except (KeyError, ValueError):           # it was forgotten before
+            pass
+
+    # ------------------------------------------------------------ end
+
+    def _end_all(self) -> None:
+        """Every child is gone when this returns. An orderly stop goes from the frontend inwards, so that streams end
+        before what feeds them."""
+        if self.failure is not None or not self.num_stops:
+            self._shut_down(self.children, _FAULT_S)
+        else:
+            self._shut_down(self.frontends, _FRONTEND_S)
+            self._shut_down([self.core], _CORE_S)
+            self._shut_down(self.workers, _WORKER_S)
+        if self.num_stops < 2:
+            for child in self._alive(self.children):
+                child.signal(signal.SIGTERM)
+            self._wait_for(self.children, _TERM_S)
+        for child in self._alive(self.children):
+            child.signal(signal.SIGKILL)
+        for child in self.children:
+            child.close()
+        self._selector.close()
+        if self.listener is not None:
+            self.listener.close()
+        self.run_dir.remove()
+
+    def _shut_down(self, children: list[Child], seconds: float) -> None:
+        if self.num_stops >= 2:
+            return
+        reason = self.failure.reason if self.failure is not None else "the engine is stopping"
+        for child in children:
+            child.send(Shutdown(reason))
+        self._wait_for(children, seconds)
+
+    def _wait_for(self, children: list[Child], seconds: float) -> None:
+        """Until they have ended, the time is over, or a second signal says: at once."""
+        deadline = time.monotonic() + seconds
+        while any(self._alive(children)) and self.num_stops < 2:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._poll(left)
+
+    @staticmethod
+    def _alive(children: Iterable[Child]) -> list[Child]:
+        return [child for child in children if not child.has_ended()]
+
+
+# ---------------------------------------------------------------- the form that AsyncLLM starts
+
+def main(argv: list[str] | None = None, modules: Mapping[str, str] = MODULES) -> int:
+    """Wait for Start on the control socket, then supervise until the host stops it, ends or a child fails."""
+    parser = argparse.ArgumentParser(prog="ipc.supervisor")
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--host-pid", type=int, required=True)
+    args = parser.parse_args(argv)
+    os.set_inheritable(args.control_fd, False)
+    control = Lifeline(socket.socket(fileno=args.control_fd))
+    try:
+        host_pidfd = open_pidfd(args.host_pid)
+    except ProcessLookupError:
+        return EXIT_CLEAN
+
+    def report(name: str, event: Any) -> None:
+        if isinstance(event, Ready):
+            return
+        if isinstance(event, Phase) and not select.select([], [control], [], 0)[1]:
+            return                               # a host that does not read must not stop us from watching
+        control.send(event)
+
+    try:
+        config = _await_start(control, host_pidfd)
+        if config is None:
+            return EXIT_CLEAN
+        return Supervisor(config, report, modules=modules, control=control, host_pidfd=host_pidfd,
+                          host_pid=args.host_pid).run()
+    except (ConfigError, WireError) as error:
+        control.send(Failure(str(error)))
+    except Exception as error:                   # the host must learn of any end
+        control.send(Failure(f"supervisor: {type(error).__name__}: {error}", traceback.format_exc()))
+    return EXIT_START_FAILED
+
+
+def _await_start(control: Lifeline, host_pidfd: int) -> EngineConfig | None:
+    """None when the host ended first."""
+    while not control.is_closed:
+        watched: list[Any] = [control, host_pidfd] if host_pidfd >= 0 else [control]
+        ready = select.select(watched, [], [])[0]
+        if host_pidfd in ready:
+            return None
+        for _, message in control.receive():
+            if isinstance(message, Start):
+                return message.config
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Threefold: an LLM serving engine in three kinds of process.
+
+    python launch.py demo                     set up, fetch a small model, serve it and ask it one question
+    python launch.py --model MODEL [options]  serve: an alias (qwen3-8b), a folder, a .gguf file or a hub id
+    python launch.py serve --help             all serving options
+    python launch.py setup [--torch cpu|cuda|INDEX] [--extra NAME ...]
+                                              make .venv beside this file; INDEX: the URL of a wheel index for torch
+    python launch.py test [pytest arguments]  set up with the test extra and run the tests
+    python launch.py bench NAME [arguments]   measure: bench seed, bench serve --help
+
+Needs Python 3.11 and pip. A Python that already has the packages is used as it is; otherwise .venv is.
+"""
+# Readable by old Pythons, and standard library only: it runs before anything is installed, and must say what is wrong.
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from typing import Any
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+PACKAGES = ("ipc", "engine_core", "worker", "frontend", "bench", "tests")
+
+
+def setup(argv: list[str]) -> int:
+    import argparse
+
+    from ipc.launch_setup import ensure
+    parser = argparse.ArgumentParser(prog="launch.py setup")
+    parser.add_argument("--torch", default="", metavar="cpu|cuda|INDEX",
+                        help="build of torch; INDEX: URL of a wheel index. Default: cuda where an NVIDIA driver is")
+    parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="triton, jit or test; repeatable")
+    args = parser.parse_args(argv)
+    ensure(args.extra, args.torch)
+    say("launch.py: set up; packages are those of {}".format(sys.executable))
+    return 0
+
+
+def test(argv: list[str]) -> int:
+    from ipc.launch_setup import ensure
+    ensure(["test"])
+    os.chdir(ROOT)
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *argv])
+
+
+def bench(argv: list[str]) -> int:
+    from ipc.launch_setup import SetupError, ensure
+    folder = os.path.join(ROOT, "bench")
+    files = sorted(name for name in os.listdir(folder) if name.endswith(".py"))
+    known = [name[:-3] for name in files if _has_main(os.path.join(folder, name))]
+    name = argv[0].replace("-", "_") if argv else ""
+    if name not in known:
+        raise SetupError("bench needs a name: {}".format(", ".join(known)))
+    note_foreign_packages()
+    ensure(may_install=False)
+    return int(load("bench." + name).main(argv[1:]) or 0)
+
+
+def _has_main(path: str) -> bool:
+    with open(path, encoding="utf-8") as file:
+        return "\ndef main(" in file.read()
+
+
+def serve(argv: list[str], is_demo: bool = False) -> int:
+    from ipc.launch_setup import STARTED, ensure
+    ensure(may_install=is_demo)
+    note_foreign_packages()
+    started = float(os.environ.pop(STARTED))
+    return int(load("ipc.launch_serve").main(argv, is_demo=is_demo, started=started))
+
+
+def demo(argv: list[str]) -> int:
+    return serve(argv, is_demo=True)
+
+
+def load(name: str) -> Any:
+    """Import one of our modules; ours, whatever else is called like it."""
+    module = importlib.import_module(name)
+    file = os.path.abspath(str(module.__file__))
+    if not file.startswith(ROOT + os.sep):
+        from ipc.launch_setup import SetupError
+        raise SetupError("{} came from {}, not from {}; take that folder off PYTHONPATH".format(name, file, ROOT))
+    return module
+
+
+def note_foreign_packages() -> None:
+    """Ours come first here and in every child. A folder of the user's with the same name is not imported: say so."""
+    for folder in dict.fromkeys(os.path.realpath(path) for path in ["", *sys.path]):
+        if folder == os.path.realpath(ROOT) or "-packages" in folder or not os.path.isdir(folder):
+            continue
+        names = [name for name in PACKAGES if os.path.isdir(os.path.join(folder, name))
+                 or os.path.isfile(os.path.join(folder, name + ".py"))]
+        if names:
+            say("launch.py: not used: {} in {}; here these names mean Threefold's own, in {}".format(
+                ", ".join(names), folder, ROOT))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    if sys.version_info < (3, 11):
+        say("launch.py: Threefold needs Python 3.11 or newer, this is {} at {}; try python3.12 launch.py".format(
+            sys.version.split()[0], sys.executable))
+        return 1
+    sys.path[:] = [ROOT, *(path for path in sys.path if path != ROOT)]
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print((__doc__ or "").strip())
+        return 0 if argv else 2
+    from ipc.launch_setup import STARTED, SetupError
+    os.environ.setdefault(STARTED, repr(time.monotonic()))
+    commands = {"demo": demo, "serve": serve, "setup": setup, "test": test, "bench": bench}
+    try:
+        return commands[argv[0]](argv[1:]) if argv[0] in commands else serve(argv)
+    except SetupError as error:
+        say("launch.py: {}".format(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in PACKAGES:
+            raise
+        say("launch.py: the package {} is missing; run: python launch.py setup".format(error.name))
+    except KeyboardInterrupt:
+        say("launch.py: stopped")
+        return 130
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,267 @@
+"""The load generator against a small fake server that streams what each test tells it to."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from bench.serve import main, make_prompts, parse_args, split_response
+from bench.stats import RequestRecord, decode_rate, percentile, prefill_rate, serving_figures, summary
+
+Answer = Callable[[dict[str, Any]], tuple[int, list[bytes]]]  # request body -> status, body pieces
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def usage(prompt: int, output: int, cached: int = 0) -> dict[str, Any]:
+    details = {"cached_tokens": cached}
+    return {"prompt_tokens": prompt, "completion_tokens": output, "prompt_tokens_details": details}
+
+
+def completion(body: dict[str, Any], tokens_per_chunk: int = 1) -> tuple[int, list[bytes]]:
+    """A well-behaved stream: one chunk per `tokens_per_chunk` tokens, a closing chunk, usage, [DONE]."""
+    wanted = body["max_tokens"]
+    pieces = [event(choices=[{"text": "x", "finish_reason": None}])] * (wanted // tokens_per_chunk)
+    pieces.append(event(choices=[{"text": "", "finish_reason": "length"}], usage=None))
+    pieces.append(event(choices=[], usage=usage(len(body["prompt"]), wanted, cached=3)))
+    return 200, [*pieces, b": keep-alive\n\n", b"data: [DONE]\n\n"]
+
+
+class FakeServer:
+    """Answers POSTs with `answer`, on its own loop in a thread. `framing` is how the body's end is marked."""
+
+    def __init__(self, answer: Answer, framing: str = "chunked") -> None:
+        self.answer, self.framing = answer, framing
+        self.bodies: list[dict[str, Any]] = []
+        self.heads: list[str] = []
+        self.num_open = self.max_open = 0
+        self.loop = asyncio.new_event_loop()
+        self.server = self.loop.run_until_complete(asyncio.start_server(self.serve, "127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.heads.append(head)
+        if head.startswith("GET /v1/models"):
+            body = b'{"data": [{"id": "fake-model"}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        else:
+            self.num_open += 1
+            self.max_open = max(self.max_open, self.num_open)
+            length = int(head.lower().split("content-length:")[1].split("\r\n")[0])
+            self.bodies.append(json.loads(await reader.readexactly(length)))
+            status, pieces = self.answer(self.bodies[-1])
+            chunked = self.framing == "chunked" and status == 200
+            writer.write(b"HTTP/1.1 %d X\r\n" % status)
+            writer.write(b"Transfer-Encoding: chunked\r\n\r\n" if chunked else b"Content-Type: text/plain\r\n\r\n")
+            for piece in pieces:
+                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            if chunked:  # the end in two writes, and the connection left open: the client must notice by itself
+                writer.write(b"0\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.001)
+                writer.write(b"\r\n")
+                await writer.drain()
+                await reader.read()
+            self.num_open -= 1
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async def shut(self) -> None:
+        self.server.close()
+        await self.server.wait_closed()
+        handlers = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait_for(asyncio.gather(*handlers), 10)  # every client has left, so every handler ends
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.shut(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., FakeServer]]:
+    servers: list[FakeServer] = []
+
+    def start(answer: Answer, framing: str = "chunked") -> FakeServer:
+        servers.append(FakeServer(answer, framing))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def run(server: FakeServer, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, the JSON of the last line, everything printed."""
+    small = ["--prompt-tokens", "16", "--output-tokens", "6", "--concurrency", "3", "--num-requests", "5"]
+    code = main(["--base-url", server.url, *small, *options])
+    text = capsys.readouterr().out
+    return code, json.loads(text.splitlines()[-1]), text
+
+
+@pytest.mark.parametrize("framing", ["chunked", "close"])
+def test_tokens_are_counted_from_usage_when_a_chunk_holds_several(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str], framing: str
+) -> None:
+    server = serve(lambda body: completion(body, tokens_per_chunk=3), framing)
+    code, result, text = run(server, capsys, "--output-tokens", "6", "--shared-prefix", "4")
+    assert code == 0
+    assert (result["successful_requests"], result["failed_requests"], result["first_error"]) == (5, 0, None)
+    assert (result["prompt_tokens"], result["output_tokens"], result["cached_tokens"]) == (5 * 20, 5 * 6, 5 * 3)
+    assert (result["tokens_per_chunk"], result["token_counts_from"], result["short_outputs"]) == (3.0, "usage", 0)
+    assert set(result["ttft_s"]) == {"mean", "p50", "p90", "p99"}
+    assert result["model"] == "fake-model"
+    for line in ("Successful requests:", "Output token throughput (tok/s):", "Median TTFT (ms):", "P99 ITL (ms):"):
+        assert line in text
+
+
+def test_request_body_asks_for_greedy_ids_usage_and_no_early_end(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve(completion)
+    run(server, capsys, "--model", "m", "--api-key", "secret", "--warmup", "0", "--shared-prefix", "8")
+    measured = server.bodies[1:]  # the first one is the probe
+    assert len(measured) == 5
+    for body in measured:
+        assert len(body.pop("prompt")) == 24
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        assert body == {"model": "m", "max_tokens": 6, "temperature": 0, "ignore_eos": True} | stream
+    assert all("Authorization: Bearer secret\r\n" in head for head in server.heads)
+
+
+def test_no_more_than_the_concurrency_is_in_flight(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve(completion, "close")
+    code, _, _ = run(server, capsys, "--concurrency", "2", "--num-requests", "7")
+    assert (code, server.max_open) == (0, 2)
+
+
+def test_refused_ids_fall_back_to_words(serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(body: dict[str, Any]) -> tuple[int, list[bytes]]:
+        if isinstance(body["prompt"], list):
+            return 400, [b'{"error": {"message": "prompt must be a string"}}']
+        return completion(body)
+
+    server = serve(answer)
+    code, result, text = run(server, capsys)
+    assert (code, result["load"]["prompt_form"], result["load"]["ignore_eos"]) == (0, "text", True)
+    assert "refuses token ids" in text
+    assert len(server.bodies[-1]["prompt"].split()) == 16
+
+
+def test_refused_ignore_eos_is_left_out_and_ids_are_kept(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(body: dict[str, Any]) -> tuple[int, list[bytes]]:
+        return (422, [b"unknown field ignore_eos"]) if "ignore_eos" in body else completion(body)
+
+    code, result, _ = run(serve(answer), capsys)
+    assert (code, result["load"]["prompt_form"], result["load"]["ignore_eos"]) == (0, "ids", False)
+
+
+def test_chat_sends_messages_and_skips_the_empty_role_chunk(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(body: dict[str, Any]) -> tuple[int, list[bytes]]:
+        role = event(choices=[{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+        tokens = [event(choices=[{"delta": {"content": "a"}, "finish_reason": None}])] * body["max_tokens"]
+        end = event(choices=[{"delta": {}, "finish_reason": "length"}])
+        return 200, [role, *tokens, end, event(choices=[], usage=usage(30, body["max_tokens"])), b"data: [DONE]\n\n"]
+
+    server = serve(answer)
+    code, result, _ = run(server, capsys, "--endpoint", "chat")
+    assert (code, result["tokens_per_chunk"], result["prompt_tokens"]) == (0, 1.0, 150)
+    assert server.heads[-1].startswith("POST /v1/chat/completions ")
+    assert server.bodies[-1]["messages"][0]["role"] == "user"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((500, [b"out of memory"]), "HTTP 500: out of memory"),
+        ((200, [event(error={"message": "worker died"})]), "worker died"),
+        ((200, [event(choices=[{"text": "x", "finish_reason": None}])]), "without a finish_reason"),
+        ((200, [b"data: {not json}\n\n"]), "malformed"),
+    ],
+)
+def test_a_failed_request_gives_exit_code_1_and_its_text(
+    serve: Callable[..., FakeServer],
+    capsys: pytest.CaptureFixture[str],
+    answer: tuple[int, list[bytes]],
+    expected: str,
+) -> None:
+    server = serve(lambda body: answer if len(body["prompt"]) == 16 else completion(body))  # the probe is shorter
+    code, result, text = run(server, capsys, "--warmup", "0")
+    assert (code, result["failed_requests"], result["successful_requests"]) == (1, 5, 0)
+    assert expected in result["first_error"]
+    assert "Failed requests:" in text
+
+
+def test_absent_server_gives_exit_code_1_and_still_a_json_line(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["--base-url", "http://127.0.0.1:1", "--num-requests", "1"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (code, result["successful_requests"]) == (1, 0)
+    assert "http://127.0.0.1:1" in result["first_error"]
+
+
+def test_json_file_holds_the_last_line(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    _, result, _ = run(serve(completion), capsys, "--json", str(tmp_path / "out.json"), "--request-rate", "1000")
+    assert json.loads((tmp_path / "out.json").read_text()) == result
+
+
+def test_same_seed_gives_the_same_prompts_and_a_shared_prefix() -> None:
+    options = ["--prompt-tokens", "8-48", "--output-tokens", "8-40", "--shared-prefix", "192", "--num-requests", "16"]
+    prompts = make_prompts(parse_args(options))
+    assert prompts == make_prompts(parse_args(options))
+    assert prompts != make_prompts(parse_args([*options, "--seed", "1"]))
+    assert len({tuple(ids[:192]) for ids, _ in prompts}) == 1
+    assert all(200 <= len(ids) <= 240 and 8 <= max_tokens <= 40 for ids, max_tokens in prompts)
+
+
+def test_chunked_body_split_anywhere_keeps_text_and_arrival_times() -> None:
+    raw = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4;x=y\r\nabcd\r\n2\r\nef\r\n0\r\n\r\n"
+    arrivals = [(float(i), raw[i : i + 1]) for i in range(len(raw))]
+    status, body, ends, times = split_response(arrivals)
+    assert (status, body, ends) == (200, b"abcdef", [4, 6])
+    assert times == [float(raw.index(b"abcd") + 3), float(raw.index(b"ef") + 1)]
+
+
+def test_figures_of_two_overlapping_requests_are_exact() -> None:
+    first = RequestRecord(num_wanted_tokens=5, start=0.0, end=5.0, token_times=[1.0, 2.0, 3.0, 4.0, 5.0])
+    second = RequestRecord(num_wanted_tokens=9, start=0.0, end=6.0, token_times=[2.0, 3.0, 4.0, 5.0, 6.0])
+    for record, num_output_tokens in ((first, 5), (second, 9)):
+        record.num_prompt_tokens, record.num_output_tokens = 10, num_output_tokens
+    # Both decode from 2.0 to 5.0: three chunks of one token, three of two.
+    assert decode_rate([first, second], concurrency=2) == (3.0, 3.0)
+    assert prefill_rate([first, second], concurrency=2, has_arrival_rate=False) == 10.0
+    assert prefill_rate([first, second], concurrency=1, has_arrival_rate=False) == 7.5
+    figures = serving_figures([first, second], concurrency=2, has_arrival_rate=False)
+    assert (figures["duration_s"], figures["output_tok_s"], figures["total_tok_s"]) == (6.0, 2.33, 5.67)
+    assert (figures["tpot_s"]["mean"], figures["itl_s"]["mean"], figures["ttft_s"]["p50"]) == (0.75, 1.0, 1.5)
+    assert figures["e2e_s"] == {"mean": 5.5, "p50": 5.5, "p90": 5.9, "p99": 5.99}
+
+
+def test_percentiles_interpolate_and_refuse_nothing() -> None:
+    assert percentile([4, 1, 3, 2], 50) == 2.5
+    assert percentile([7], 99) == 7
+    assert summary([]) == {"mean": None, "p50": None, "p90": None, "p99": None}
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)

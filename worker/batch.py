@@ -1,0 +1,137 @@
+"""From rows and a plan to one flat batch: ids, positions, slots and attention's metadata.
+
+    row:              0 (chunk of 3)   1 (decode)   2 (decode)   3 (new, 4 tokens)
+    ids:              t6 t7 t8         t41          t9           t0 t1 t2 t3
+    positions:        6  7  8          41           9            0  1  2  3
+    query_start_loc:  0                3            4            5             9
+    seq_lens:         9                42           10           4
+    logits_index:           2          3            4                       8
+
+A decode step is about a dozen numpy calls over persistent buffers. Position p of a row is slot
+table[p // block_size] * block_size + p % block_size. Does not know the model.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ipc.messages import SchedulerOutput
+from worker.attention.base import BatchMeta
+from worker.request_state import I32, I64, RequestState
+
+
+@dataclasses.dataclass(slots=True)
+class Batch:
+    """One step. Arrays are views of the builder's buffers: valid until the next build."""
+    input_ids: Tensor                           # [N] int64
+    positions: Tensor                           # [N] int64
+    meta: BatchMeta
+    logits_index: Tensor | None                 # [L] int64, rows of [N] to sample from; None: all of them
+    sample_rows: np.ndarray                     # [L] rows whose newest token these logits choose
+    counts: np.ndarray | None                   # [R] tokens per row; None: one each
+    num_tokens: int
+
+
+class BatchBuilder:
+    """Buffers for up to `max_tokens` tokens a step."""
+
+    def __init__(self, state: RequestState, max_tokens: int, device: str = "cpu") -> None:
+        self.state, self.device = state, device
+        size = max(max_tokens, state.seats) + 1
+        self._iota = np.arange(size, dtype=I64)
+        self._iota32 = self._iota.astype(I32)
+        self._ids = np.zeros(size, I64)
+        self._ids32 = np.zeros(size, I32)
+        self._positions = np.zeros(size, I64)
+        self._slots = np.zeros(size, I64)
+        self._scratch = np.zeros(size, I64)
+        self._lengths = np.zeros(state.seats, I32)
+
+    def build(self, plan: SchedulerOutput) -> Batch | None:
+        """Lay out the step of a plan whose row ops are applied. None when no row computes anything."""
+        if self.state.n == 0:
+            return None
+        if not plan.counts:
+            return self._build_decode()
+        counts = np.ones(self.state.n, I64)
+        pairs = np.frombuffer(plan.counts, I32)
+        counts[pairs[::2]] = pairs[1::2]
+        return self._build_ragged(counts) if counts.any() else None
+
+    def _build_decode(self) -> Batch:
+        """Every row computes its newest token."""
+        state, n, size = self.state, self.state.n, self.state.block_size
+        computed = state.computed[:n]
+        ids, positions, slots, scratch = self._ids[:n], self._positions[:n], self._slots[:n], self._scratch[:n]
+        positions[:] = computed
+        np.add(state.token_base[:n], computed, out=scratch)
+        state.flat_tokens.take(scratch, out=self._ids32[:n], mode="clip")
+        ids[:] = self._ids32[:n]
+        np.floor_divide(computed, size, out=scratch)
+        scratch += state.table_base[:n]
+        np.multiply(state.flat_table.take(scratch, mode="clip"), size, out=slots)
+        np.remainder(computed, size, out=scratch)
+        slots += scratch
+        lengths = self._lengths[:n]
+        np.add(computed, 1, out=lengths, casting="unsafe")
+        meta = self._meta(self._iota32[:n + 1], lengths, state.block_table[:n], slots, 1)
+        return Batch(self._tensor(ids), self._tensor(positions), meta, None, self._iota[:n], None, n)
+
+    def _build_ragged(self, counts: np.ndarray) -> Batch:
+        """Rows compute different numbers of tokens, some none."""
+        state, size = self.state, self.state.block_size
+        active = counts.nonzero()[0]
+        n, some = counts[active], active.size != counts.size
+        computed = state.computed[active]
+        starts = np.zeros(active.size + 1, I32)
+        np.cumsum(n, out=starts[1:])
+        total = int(starts[-1])
+        index = np.repeat(self._iota[:active.size], n)      # entry of `active` for each token
+        row = active[index]
+        positions, slots, ids = self._positions[:total], self._slots[:total], self._ids[:total]
+        np.subtract(self._iota[:total], starts[index], out=positions)
+        positions += computed[index]
+        ids[:] = state.flat_tokens.take(state.token_base[row] + positions)
+        np.multiply(state.flat_table.take(state.table_base[row] + positions // size), size, out=slots)
+        slots += positions % size
+        lengths = (computed + n).astype(I32)
+        table = state.block_table[active] if some else state.block_table[:active.size]
+        meta = self._meta(starts, lengths, table, slots, int(n.max()))
+        samples = lengths >= state.known[active]
+        logits_index = (starts[1:][samples] - 1).astype(I64)
+        return Batch(self._tensor(ids), self._tensor(positions), meta, self._tensor(logits_index), active[samples],
+                     counts, total)
+
+    def _meta(self, starts: np.ndarray, lengths: np.ndarray, table: np.ndarray, slots: np.ndarray,
+              max_query_len: int) -> BatchMeta:
+        longest = int(lengths.max())
+        used = -(-longest // self.state.block_size)
+        return BatchMeta(query_start_loc=self._tensor(starts), seq_lens=self._tensor(lengths),
+                         block_table=self._tensor(table[:, :used]), slot_mapping=self._tensor(slots),
+                         block_size=self.state.block_size, query_start_loc_cpu=starts, seq_lens_cpu=lengths,
+                         max_query_len=max_query_len, max_seq_len=longest)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.device == "cpu" else tensor.to(self.device)
+
+    def advance(self, batch: Batch | None, tokens: np.ndarray) -> np.ndarray:
+        """Enter the step's result: `tokens` int32 [L] for batch.sample_rows (-1: the row's logits were bad).
+
+        Returns the result's column: one entry per row, -1 where nothing was sampled.
+        """
+        state, n = self.state, self.state.n
+        if batch is None:
+            return np.full(n, -1, I32)
+        state.computed[:n] += 1 if batch.counts is None else batch.counts
+        rows = batch.sample_rows
+        state.flat_tokens[state.token_base[rows] + state.known[rows]] = tokens
+        state.known[rows] += 1
+        if batch.counts is None:
+            return tokens
+        column = np.full(n, -1, I32)
+        column[rows] = tokens
+        return column

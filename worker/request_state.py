@@ -1,0 +1,125 @@
+"""The worker's mirror of the running batch: the same rows as the core's, changed by the ops of each plan.
+
+One row per request: its tokens, block table, counters and sampling parameters, all numpy, all persistent; a step touches
+what changed. A MOVE copies a row over another, so rows stay dense and a decode step needs no indirection. Knows no tensors
+and no model. `apply` makes no check that the core makes: it trusts the plan.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from ipc.messages import SchedulerOutput
+
+I32, I64 = np.int32, np.int64
+
+
+class RequestState:
+    """`seats` rows of up to `max_model_len` tokens. Memory of unused tails is never touched, so it costs nothing."""
+
+    def __init__(self, seats: int, max_model_len: int, block_size: int) -> None:
+        self.seats, self.block_size = seats, block_size
+        self.n = 0
+        self.stride = max_model_len + 1         # one more: the token after the last, never computed
+        self.width = -(-max_model_len // block_size) + 1
+        self.tokens = np.zeros((seats, self.stride), I32)
+        self.block_table = np.zeros((seats, self.width), I32)
+        self.flat_tokens, self.flat_table = self.tokens.reshape(-1), self.block_table.reshape(-1)
+        self.token_base = np.arange(seats, dtype=I64) * self.stride
+        self.table_base = np.arange(seats, dtype=I64) * self.width
+        self.request_id = np.zeros(seats, I64)
+        self.computed = np.zeros(seats, I64)    # tokens with KV in the pool once this step is done
+        self.known = np.zeros(seats, I64)       # tokens in `tokens`
+        self.num_blocks = np.zeros(seats, I64)
+        self.num_prompt = np.zeros(seats, I64)
+        self.floor = np.zeros(seats, I64)       # total tokens below which stop tokens are masked
+        self.temperature = np.zeros(seats, np.float32)
+        self.top_p = np.ones(seats, np.float32)
+        self.min_p = np.zeros(seats, np.float32)
+        self.top_k = np.zeros(seats, I64)
+        self.seed = np.zeros(seats, np.uint64)
+        self.choice = np.zeros(seats, I32)
+        self.masks_eos = np.zeros(seats, bool)  # EOS may not be sampled below floor
+        self.stop_ids: list[list[int]] = [[] for _ in range(seats)]
+        self._columns = (self.request_id, self.computed, self.known, self.num_blocks, self.num_prompt, self.floor,
+                         self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.choice, self.masks_eos)
+        self.num_with_floor = 0                 # rows that have a floor above their prompt
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self.n = 0
+        self.num_with_floor = 0
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """The row ops of a plan: moves, new, extend, advance."""
+        if plan.reset:
+            self.clear()
+        if plan.moves:
+            pairs = np.frombuffer(plan.moves, I32).tolist()
+            for row, last in zip(pairs[::2], pairs[1::2]):
+                self._remove(row, last)
+        if plan.new:
+            self._append(plan)
+        if plan.extend:
+            pairs_array = np.frombuffer(plan.extend, I32)
+            rows, blocks = pairs_array[::2], pairs_array[1::2]
+            if not plan.counts and not plan.advance:        # each row at most once
+                self.block_table[rows, self.num_blocks[rows]] = blocks
+                self.num_blocks[rows] += 1
+            else:
+                for row, block in zip(rows.tolist(), blocks.tolist()):
+                    self.block_table[row, self.num_blocks[row]] = block
+                    self.num_blocks[row] += 1
+        if plan.advance:
+            pairs_array = np.frombuffer(plan.advance, I32)
+            self.computed[pairs_array[::2]] += pairs_array[1::2]
+        if self.n != plan.num_rows:
+            raise RuntimeError(f"step {plan.step}: {self.n} rows here, {plan.num_rows} in the plan")
+
+    def _remove(self, row: int, last: int) -> None:
+        self.num_with_floor -= bool(self.floor[row] > self.num_prompt[row])
+        if row != last:
+            known, blocks = int(self.known[last]), int(self.num_blocks[last])
+            self.tokens[row, :known] = self.tokens[last, :known]
+            self.block_table[row, :blocks] = self.block_table[last, :blocks]
+            self.block_table[row, blocks:max(blocks, int(self.num_blocks[row]))] = 0
+            for column in self._columns:
+                column[row] = column[last]
+            self.stop_ids[row] = self.stop_ids[last]
+        self.block_table[last, :int(self.num_blocks[last])] = 0
+        self.n = last
+
+    def _append(self, plan: SchedulerOutput) -> None:
+        tokens, blocks = np.frombuffer(plan.new_tokens, I32), np.frombuffer(plan.new_blocks, I32)
+        token_at = block_at = 0
+        for new in plan.new:
+            row, params = self.n, new.sampling_params
+            self.n += 1
+            self.tokens[row, :new.num_tokens] = tokens[token_at:token_at + new.num_tokens]
+            self.block_table[row, :new.num_blocks] = blocks[block_at:block_at + new.num_blocks]
+            token_at += new.num_tokens
+            block_at += new.num_blocks
+            self.request_id[row] = new.request_id
+            self.computed[row] = new.num_computed_tokens
+            self.known[row] = new.num_tokens
+            self.num_blocks[row] = new.num_blocks
+            self.num_prompt[row] = new.num_prompt_tokens
+            self.floor[row] = new.num_prompt_tokens + params.min_tokens
+            self.num_with_floor += params.min_tokens > 0
+            self.temperature[row] = params.temperature
+            self.top_p[row], self.min_p[row], self.top_k[row] = params.top_p, params.min_p, params.top_k
+            self.seed[row] = params.seed or 0
+            self.choice[row] = new.choice
+            self.masks_eos[row] = not params.ignore_eos
+            self.stop_ids[row] = params.stop_token_ids
+
+    def masked_tokens(self, rows: np.ndarray, eos_token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(index into rows, token id) pairs that may not be sampled: EOS and stop ids below min_tokens."""
+        index: list[int] = []
+        ids: list[int] = []
+        if self.num_with_floor:
+            for i in (self.known[rows] < self.floor[rows] - 1).nonzero()[0].tolist():
+                row = int(rows[i])
+                banned = self.stop_ids[row] + (eos_token_ids if self.masks_eos[row] else [])
+                index += [i] * len(banned)
+                ids += banned
+        return np.array(index, I64), np.array(ids, I64)

@@ -1,0 +1,118 @@
+"""From options to a runner: device, threads, dtype, weights, backend, pool. Each "auto" is resolved here, with its reason."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ipc.config import WorkerProcess
+from ipc.errors import ConfigError
+from ipc.messages import NewRow, SchedulerOutput, WorkerReady
+from ipc.sampling_params import SamplingParams
+from worker.attention.base import AttentionBackend
+from worker.attention.registry import get_backend, resolve_backend
+from worker.batch import BatchBuilder
+from worker.kv_pool import KVPool, cpu_num_blocks, kv_bytes_per_block, profile_num_blocks
+from worker.model_runner import ModelRunner
+from worker.models.flat_model import FlatModel
+from worker.models.loader import load_model
+from worker.request_state import RequestState
+
+if TYPE_CHECKING:
+    from worker.main import Starting
+
+logger = logging.getLogger("worker")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(option: str) -> str:
+    if option == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if option == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this torch build or machine has no CUDA device; use --device cpu")
+    return option
+
+
+def resolve_dtype(option: str, device: str, model_dtype: str) -> tuple[str, str]:
+    """(dtype, reason)."""
+    if option != "auto":
+        return option, "as asked"
+    if device == "cpu":
+        return "float32", "the fastest exact matmul of CPUs"
+    return model_dtype, "as in the model's config"
+
+
+def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, dtype: torch.dtype, num_tokens: int,
+                 seats: int, device: str) -> Callable[[], object]:
+    """The step that needs most memory: one prompt of the whole budget, logits for every seat, in a pool of its own."""
+    pool = KVPool(backend, -(-num_tokens // block_size), block_size, model.kv_spec(), dtype, device)
+    state = RequestState(1, num_tokens, block_size)
+    plan = SchedulerOutput(1, 1, new=[NewRow(1, num_tokens, num_tokens, 0, pool.num_blocks, SamplingParams())],
+                           new_tokens=memoryview(bytes(4 * num_tokens)),
+                           new_blocks=memoryview(np.arange(1, pool.num_blocks + 1, dtype=np.int32)).cast("B"),
+                           counts=memoryview(np.array([0, num_tokens], np.int32)).cast("B"))
+    state.apply(plan)
+    batch = BatchBuilder(state, num_tokens, device).build(plan)
+
+    def run() -> object:
+        if batch is None:
+            raise RuntimeError("the largest step has no tokens")
+        hidden = model(batch.input_ids, batch.positions, pool.caches, batch.meta, backend)
+        return model.compute_logits(hidden[:seats])
+    return run
+
+
+def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[], None]) -> tuple[ModelRunner, WorkerReady]:
+    """Load everything. `between` is called between phases. Raises ConfigError with what to change."""
+    device = resolve_device(config.device)
+    threads = max(1, config.num_threads)
+    torch.set_num_threads(threads)
+    model_config = config.model.files.config
+    dtype_name, why = resolve_dtype(config.model.dtype, device, model_config.dtype)
+    logger.info("device %s, dtype %s (%s), %d compute threads", device, dtype_name, why, threads)
+    dtype = DTYPES[dtype_name]
+
+    starting.begin("load weights")
+    between()
+    model = load_model(config.model.files, dtype=dtype_name, device=device, seed=config.model.seed,
+                       progress=starting.advance)
+    num_bytes = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
+    starting.end(f"{num_bytes / 2**20:.0f} MiB, {dtype_name}")
+
+    between()
+    starting.begin("size the KV pool")
+    backend_name, reason = resolve_backend(config.attention_backend, device)
+    logger.info("attention backend %s (%s)", backend_name, reason)
+    backend = get_backend(backend_name)
+    limit = model_config.max_position_embeddings
+    max_model_len = config.model.max_model_len or limit
+    if max_model_len > limit:
+        raise ConfigError(f"--max-model-len is {max_model_len}; the model's limit is {limit}")
+    cache, size = config.cache, config.cache.block_size
+    seats = min(config.max_num_seqs, config.max_num_batched_tokens)
+    kv_spec = model.kv_spec()
+    block_bytes = kv_bytes_per_block(*kv_spec, size, dtype)
+    useful = seats * -(-max_model_len // size)
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks, text = cache.num_gpu_blocks_override, f"{cache.num_gpu_blocks_override} blocks, as asked"
+    elif device == "cuda" and cache.kv_cache_memory is None:
+        step = largest_step(model, backend, size, dtype, min(config.max_num_batched_tokens, max_model_len), seats, device)
+        num_blocks, text = profile_num_blocks(step, block_bytes, device=device, utilization=cache.gpu_memory_utilization)
+        num_blocks = min(num_blocks, useful)
+    else:
+        num_blocks, text = cpu_num_blocks(block_bytes, kv_cache_memory=cache.kv_cache_memory,
+                                          share=cache.cpu_memory_share, max_useful_blocks=useful)
+    pool = KVPool(backend, num_blocks, size, kv_spec, dtype, device)
+    num_host_blocks = cache.swap_space // block_bytes
+    starting.end(text)
+    runner = ModelRunner(model, backend, pool, num_host_blocks, seats=seats, max_tokens=config.max_num_batched_tokens,
+                         max_model_len=max_model_len, eos_token_ids=model_config.eos_token_ids, device=device)
+    detail = (f"{config.model.files.served_name}: {model_config.architecture}, {dtype_name} on {device}, attention "
+              f"{backend_name}, weights {num_bytes / 2**20:.0f} MiB, {num_blocks} blocks of {size} tokens = "
+              f"{num_blocks * size} tokens of cache")
+    return runner, WorkerReady(num_blocks, num_host_blocks, max_model_len, model_config.vocab_size,
+                               model_config.eos_token_ids, dtype_name, detail)
