@@ -1,8 +1,8 @@
 """A worker without a model whose pool stores what each slot means, so that any wrong read is caught on a CPU.
 
-Every slot holds the hash of the token history up to its position. A step writes the slots it computes, then checks every
-slot it would read against the request's own history. The "model" is a hash of the history, so the right output of a request
-is known without running it. Written without sharing code with worker/batch.py: the two check each other.
+Every slot holds the hash of the token history up to its position. A step writes the slots it computes, then checks
+every slot it would read against the request's own history. The "model" is a hash of the history, so the right output of
+a request is known without running it. Written without sharing code with worker/batch.py: the two check each other.
 """
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SimWorker:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Raises WrongReadError when the plan reads what is not there."""
         self.apply(plan)
-        counts = dict(np.frombuffer(plan.counts, np.int32).reshape(-1, 2).tolist())
+        counts: dict[int, int] = {row: n for row, n in np.frombuffer(plan.counts, np.int32).reshape(-1, 2).tolist()}
         size, pool = self.block_size, self.pool
         work = []
         for index, row in enumerate(self.rows):
@@ -93,7 +93,7 @@ class SimWorker:
                 tokens[index] = token
                 row.tokens.append(token)
                 row.history.append(extend_history(row.history[-1], token))
-        return ModelRunnerOutput(plan.step, memoryview(np.array(tokens, np.int32)).cast("B"), EMPTY)
+        return ModelRunnerOutput(plan.step, np.array(tokens, np.int32).data.cast("B"), EMPTY)
 
     def _check(self, step: int, row: SimRow) -> None:
         size, pool, history = self.block_size, self.pool, row.history
@@ -126,7 +126,8 @@ class SimWorker:
             self.host[slot] = content
         for block, content in (*gathered[1], *gathered[2]):
             self.pool[block] = content
-        tokens, blocks = np.frombuffer(plan.new_tokens, np.int32).tolist(), np.frombuffer(plan.new_blocks, np.int32).tolist()
+        tokens: list[int] = np.frombuffer(plan.new_tokens, np.int32).tolist()
+        blocks: list[int] = np.frombuffer(plan.new_blocks, np.int32).tolist()
         for new in plan.new:
             mine, tokens = tokens[:new.num_tokens], tokens[new.num_tokens:]
             table, blocks = blocks[:new.num_blocks], blocks[new.num_blocks:]

@@ -12,19 +12,24 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from engine_core.partial_index import PartialIndex
+
 
 class BlockManager:
     """The pool of `num_blocks` usable blocks of `block_size` tokens."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
+                 enable_partial_reuse: bool = False) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs at least one block of one token, got {num_blocks} of {block_size}")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.ref_count = [0] * (num_blocks + 1)
         self.block_hash: list[bytes | None] = [None] * (num_blocks + 1)
-        self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))    # front: evicted first
+        self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))  # front: evicted first
         self.cached: dict[bytes, int] = {}
+        self.partial = PartialIndex(num_blocks, block_size) if enable_partial_reuse and enable_prefix_caching else None
+        self.version = 0                        # changes with every change of what can be found
         self.num_evicted = 0                    # blocks whose cached content was given up
 
     @property
@@ -53,8 +58,8 @@ class BlockManager:
     def allocate(self, count: int, adopt: Sequence[int] = ()) -> list[int] | None:
         """Adopt these cached blocks and take `count` fresh ones; returns the fresh ones in order.
 
-        None, changing nothing, when the pool is too small. An adopted block that is free leaves the queue, so it costs a
-        free block like a fresh one.
+        None, changing nothing, when the pool is too small. An adopted block that is free leaves the queue, so it costs
+        a free block like a fresh one.
         """
         ref_count, free_queue = self.ref_count, self.free_queue
         reclaimed = 0
@@ -72,12 +77,9 @@ class BlockManager:
     def pop_free(self) -> int:
         """The least recently freed block, evicted from the cache. The caller has checked num_free."""
         block, _ = self.free_queue.popitem(last=False)
-        h = self.block_hash[block]
-        if h is not None:
-            if self.cached.get(h) == block:
-                del self.cached[h]
-                self.num_evicted += 1
-            self.block_hash[block] = None
+        if self.block_hash[block] is not None:
+            self.num_evicted += 1
+        self.unpublish(block)
         self.ref_count[block] = 1
         return block
 
@@ -94,7 +96,7 @@ class BlockManager:
                 free_queue[block] = None
 
     def trim(self, blocks: list[int], keep: int) -> None:
-        """Give back blocks[keep:] (rejected drafts, undone steps), in place. What they hold is not to be found again."""
+        """Give back blocks[keep:] (rejected drafts, undone steps), in place. What they hold is not found again."""
         for block in blocks[keep:]:
             if self.ref_count[block] == 1:
                 self.unpublish(block)
@@ -103,12 +105,18 @@ class BlockManager:
 
     # ------------------------------------------------------------ the cache map
 
-    def publish(self, block: int, h: bytes) -> bool:
-        """Make a full block findable. First writer wins: a block with the same content stays private. True if done."""
+    def publish(self, block: int, h: bytes, parent: bytes = b"", tokens: bytes = b"") -> bool:
+        """Make a full block findable. First writer wins: a block with the same content stays private. True if done.
+
+        `parent` (hash of the block before) and `tokens` (int32) let it also be found by a part of its tokens.
+        """
         if not self.enable_prefix_caching or self.block_hash[block] is not None or h in self.cached:
             return False
         self.block_hash[block] = h
         self.cached[h] = block
+        self.version += 1
+        if self.partial is not None and tokens:
+            self.partial.add(block, parent, tokens)
         return True
 
     def unpublish(self, block: int) -> None:
@@ -118,11 +126,17 @@ class BlockManager:
             if self.cached.get(h) == block:
                 del self.cached[h]
             self.block_hash[block] = None
+            self.version += 1
+        if self.partial is not None:
+            self.partial.remove(block)
 
     def forget(self) -> None:
         """Forget what every block holds (new weights, lost pool). References stay."""
         self.cached.clear()
         self.block_hash = [None] * (self.num_blocks + 1)
+        self.version += 1
+        if self.partial is not None:
+            self.partial.clear()
 
     # ------------------------------------------------------------ checking
 
@@ -136,7 +150,8 @@ class BlockManager:
                 counts[block] += 1
         if counts[0] or counts != self.ref_count:
             wrong = [(b, counts[b], self.ref_count[b]) for b in range(len(counts)) if counts[b] != self.ref_count[b]]
-            raise RuntimeError(f"reference counts (block, owners, count): {wrong[:5]}, null block owned {counts[0]} times")
+            raise RuntimeError(f"reference counts (block, owners, count): {wrong[:5]}, null block owned {counts[0]} "
+                               "times")
         free = {b for b in range(1, self.num_blocks + 1) if counts[b] == 0}
         if free != set(self.free_queue):
             raise RuntimeError(f"free queue differs from unreferenced blocks: {free ^ set(self.free_queue)}")

@@ -1,8 +1,8 @@
 """EngineCore: messages in, plans and outputs out. plan() promises, commit() keeps, abort_step() takes back.
 
-A pure function of its messages: it reads no clock (times are handed in) and draws no random numbers, so a recorded list of
-messages replays exactly. Every exception has an owner: what is wrong with one request ends that request; only a broken
-invariant leaves these methods.
+A pure function of its messages: it reads no clock (times are handed in) and draws no random numbers, so a recorded list
+of messages replays exactly. Every exception has an owner: what is wrong with one request ends that request; only a
+broken invariant leaves these methods.
 """
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from engine_core.outbox import NUMBER_SHIFT, Outbox
 from engine_core.recovery import forget_pool, requests_of, undo_in_flight
 from engine_core.request import Request
 from engine_core.scheduler import Scheduler, Step
+from engine_core.status import explain
 from engine_core.stop import StopChecker
 from engine_core.update import update
 from ipc.config import CacheConfig, SchedulerConfig
-from ipc.errors import FAULT, INVALID
-from ipc.messages import (EMPTY, FINISH_ABORT, FINISH_ERROR, Abort, AddRequest, Admitted, Command, CommandReply, Finished,
-                          ModelRunnerOutput, NewRow, Outputs, SchedulerOutput, StepFailed, WorkerReady)
+from ipc.errors import FAULT, INVALID, OVERLOADED
+from ipc.messages import (EMPTY, FINISH_ABORT, FINISH_ERROR, Abort, AddRequest, Admitted, Command, CommandReply,
+                          Finished, ModelRunnerOutput, NewRow, Outputs, SchedulerOutput, StepFailed, WorkerReady)
+from ipc.sampling_params import MAX_N
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +34,19 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def _pack(numbers: list[int]) -> memoryview:
-    return memoryview(np.array(numbers, np.int32)).cast("B") if numbers else EMPTY
+    return np.array(numbers, np.int32).data.cast("B") if numbers else EMPTY
 
 
 class EngineCore:
     """One engine: requests of all frontends, one scheduler, plans in flight up to the window."""
 
-    def __init__(self, scheduler_config: SchedulerConfig, cache: CacheConfig, ready: WorkerReady, hash_key: bytes) -> None:
-        self.ready = ready
-        blocks = BlockManager(ready.num_blocks, cache.block_size, cache.enable_prefix_caching)
+    def __init__(self, scheduler_config: SchedulerConfig, cache: CacheConfig, ready: WorkerReady,
+                 hash_key: bytes) -> None:
+        self.ready, self.config = ready, scheduler_config
+        blocks = BlockManager(ready.num_blocks, cache.block_size, cache.enable_prefix_caching, cache.enable_partial_reuse)
         self.scheduler = Scheduler(scheduler_config, blocks, BlockHasher(hash_key, cache.block_size),
-                                   num_host_slots=ready.num_host_blocks, max_model_len=ready.max_model_len)
+                                   num_host_slots=ready.num_host_blocks, max_model_len=ready.max_model_len,
+                                   swap_block_ns=ready.swap_block_ns)
         self.stop = StopChecker(ready.eos_token_ids, ready.vocab_size)
         self.window = 2 if scheduler_config.async_scheduling else 1
         self.requests: dict[int, Request] = {}
@@ -53,7 +57,8 @@ class EngineCore:
         self._needs_reset = False
         self._is_blocked = False                # the last plan was empty; wait for news before the next
         self._commands = {"stats": self._stats, "reset_prefix_cache": self._reset_prefix_cache,
-                          "request_status": self._request_status, "check": self._check}
+                          "request_status": self._request_status, "prefix_cache_stats": self._prefix_cache_stats,
+                          "check": self._check}
 
     # ------------------------------------------------------------ messages of frontends
 
@@ -74,35 +79,54 @@ class EngineCore:
         return None
 
     def _add(self, number: int, message: AddRequest) -> None:
-        request_id = message.request_id
-        error = ""
-        if request_id >> NUMBER_SHIFT != number or request_id in self.requests:
-            error = f"request id {request_id} is not free for frontend {number}"
-        elif len(message.prompt_token_ids) % 4 or len(message.output_token_ids) % 4:
-            error = "token ids must be whole int32 values"
-        else:
-            tokens = np.frombuffer(message.prompt_token_ids, np.int32)
-            if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.stop.vocab_size:
-                error = f"prompt has token ids {tokens.min()} to {tokens.max()}; the model's are 0 to {self.stop.vocab_size - 1}"
+        """Accept all choices of a request or none."""
+        ids = range(message.request_id, message.request_id + message.num_choices)
+        code, error = self._refusal(number, message, ids)
         if not error:
-            self._arrivals += 1
-            request = Request(message, self._arrivals)
+            requests = [Request(message, self._arrivals + 1 + i, self.step, i) for i in range(message.num_choices)]
             try:
                 message.sampling_params.check_for_model(self.stop.vocab_size)
-                self.scheduler.add(request, message.cache_salt)
-            except ValueError as problem:
-                error = str(problem)
+                for request in requests:
+                    self.scheduler.add(request, message.cache_salt)
+            except ValueError as problem:       # the same for every choice, so none was queued
+                code, error = INVALID, str(problem)
             else:
-                self.requests[request_id] = request
+                self._arrivals += message.num_choices
+                self.requests.update((request.request_id, request) for request in requests)
                 return
-        self.outbox.finished(Finished(request_id, FINISH_ERROR, error_code=INVALID, message=error), number)
+        for request_id in ids[:MAX_N]:
+            self.outbox.finished(Finished(request_id, FINISH_ERROR, error_code=code, message=error), number)
+
+    def _refusal(self, number: int, message: AddRequest, ids: range) -> tuple[int, str]:
+        """(code, why) a request cannot even be queued; ("", 0): it can."""
+        if not 1 <= message.num_choices <= MAX_N:
+            return INVALID, f"n is {message.num_choices}; allowed are 1 to {MAX_N}"
+        if any(i >> NUMBER_SHIFT != number or i in self.requests for i in ids):
+            return INVALID, f"request id {message.request_id} is not free for frontend {number}"
+        if len(message.prompt_token_ids) % 4 or len(message.output_token_ids) % 4:
+            return INVALID, "token ids must be whole int32 values"
+        vocab_size = self.stop.vocab_size
+        for name in ("prompt", "output"):
+            tokens = np.frombuffer(getattr(message, f"{name}_token_ids"), np.int32)
+            if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+                return INVALID, f"{name} has token ids {tokens.min()} to {tokens.max()}; the model's are 0 to {vocab_size - 1}"
+        waiting, config = self.scheduler.waiting, self.config
+        if config.max_num_queued_reqs and len(waiting) + len(ids) > config.max_num_queued_reqs:
+            return OVERLOADED, (f"{len(waiting)} requests wait and at most {config.max_num_queued_reqs} may; try again, "
+                                "or raise --max-num-queued-reqs")
+        size = len(ids) * (len(message.prompt_token_ids) + len(message.output_token_ids)) // 4
+        if config.max_num_queued_tokens and waiting.num_tokens + size > config.max_num_queued_tokens:
+            return OVERLOADED, (f"{waiting.num_tokens} tokens wait, the request has {size} and at most "
+                                f"{config.max_num_queued_tokens} may wait; try again, or raise --max-num-queued-tokens")
+        return 0, ""
 
     def _end(self, request: Request, reason: int, *, stop_token: int = -1, code: int = 0, message: str = "") -> None:
         """End a request that has not ended, now."""
         self.scheduler.finish(request)
         self._report_end(request, reason, stop_token, code, message)
 
-    def _report_end(self, request: Request, reason: int, stop_token: int = -1, code: int = 0, message: str = "") -> None:
+    def _report_end(self, request: Request, reason: int, stop_token: int = -1, code: int = 0,
+                    message: str = "") -> None:
         del self.requests[request.request_id]
         self.outbox.finished(Finished(request.request_id, reason, stop_token, code, message, request.num_cached_tokens,
                                       request.num_preemptions), request.request_id >> NUMBER_SHIFT)
@@ -200,12 +224,13 @@ class EngineCore:
         record = in_flight[0]
         tokens = np.frombuffer(result.tokens, np.int32)
         bad = np.frombuffer(result.bad_rows, np.int32)
+        scheduler.costs.observe(record.num_tokens, record.num_rows, result.device_ns)
         news = update(scheduler, self.stop, tokens, bad)
         self._is_blocked = False
         self.committed_step = result.step
         self.outbox.tokens(news.ids, news.index, news.tokens)
-        self.outbox.stamps = (record.begin_ns, record.end_ns, result.received_ns, result.prepared_ns, result.launched_ns,
-                              result.done_ns, result.device_ns, now_ns)
+        self.outbox.stamps = (record.begin_ns, record.end_ns, result.received_ns, result.prepared_ns,
+                              result.launched_ns, result.done_ns, result.device_ns, now_ns)
         for request, reason, token in news.done:
             failed = reason == FINISH_ERROR
             self._report_end(request, reason, token, FAULT if failed else 0,
@@ -287,13 +312,10 @@ class EngineCore:
         request = self.requests.get(message.request_id)
         if request is None:
             raise ValueError(f"no live request {message.request_id}")
-        running = request.row >= 0
-        rows = self.scheduler.rows
-        return {"state": request.status.name.lower(), "num_prompt_tokens": request.num_prompt_tokens,
-                "num_tokens": int(rows.known[request.row]) if running else request.num_known_tokens,
-                "num_computed_tokens": int(rows.computed[request.row]) if running else request.num_swapped_tokens,
-                "num_blocks": len(request.blocks), "num_cached_tokens": request.num_cached_tokens,
-                "num_preemptions": request.num_preemptions, "num_recomputed_tokens": request.num_recomputed_tokens}
+        return explain(self.scheduler, request)
+
+    def _prefix_cache_stats(self, _: Command) -> dict[str, Any]:
+        return self.scheduler.cache_log.report(self.scheduler.stats)
 
     def _check(self, _: Command) -> bool:
         """Run every invariant now. Raises RuntimeError, which ends the process: for tests and --paranoid runs."""

@@ -16,8 +16,8 @@ from engine_core.core import EngineCore
 from ipc.config import CoreProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import (HELLO, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, Outputs, Phase, Shutdown, StepFailed,
-                          WorkerReady)
+from ipc.messages import (HELLO, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, Outputs, Phase, Shutdown,
+                          StepFailed, WorkerReady)
 from ipc.process import configure_logging
 from ipc.sockets import Link, Router
 

@@ -77,11 +77,11 @@ class Outbox:
                     ids, index, tokens = pending.columns[0]
                 else:
                     ids, index, tokens = (np.concatenate(c) for c in zip(*pending.columns))
-                outputs.request_ids = memoryview(ids).cast("B")
-                outputs.output_index = memoryview(index.astype(np.int32)).cast("B")
-                outputs.tokens = memoryview(np.ascontiguousarray(tokens)).cast("B")
+                outputs.request_ids = ids.data.cast("B")
+                outputs.output_index = index.astype(np.int32).data.cast("B")
+                outputs.tokens = np.ascontiguousarray(tokens).data.cast("B")
                 if self.stamps:
-                    outputs.stamps = memoryview(np.array((*self.stamps, now_ns), np.int64)).cast("B")
+                    outputs.stamps = np.array((*self.stamps, now_ns), np.int64).data.cast("B")
             outputs.admitted, outputs.finished = pending.admitted, pending.finished
             found.append((number, outputs))
         return found

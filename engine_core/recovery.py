@@ -1,7 +1,7 @@
 """Undoing plans: after a failed step, and after the pool is lost.
 
-plan() promises and commit() keeps; everything between can be taken back exactly, because each plan in flight keeps what it
-published, swapped and moved. Knows no messages.
+plan() promises and commit() keeps; everything between can be taken back exactly, because each plan in flight keeps what
+it published, swapped and moved. Knows no messages.
 """
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine_core.scheduler import Scheduler
 def undo_in_flight(scheduler: Scheduler) -> None:
     """A step failed: nothing in flight has happened or will. Rows return to what is committed.
 
-    Published hashes are taken back; a request that adopted such a block falls back to the tokens before it; swaps are lost,
-    so their requests recompute. The worker must be sent all rows anew.
+    Published hashes are taken back; a request that adopted such a block falls back to the tokens before it; swaps are
+    lost, so their requests recompute. The worker must be sent all rows anew.
     """
     rows, blocks, size = scheduler.rows, scheduler.blocks, scheduler.blocks.block_size
     scheduler.settle()
@@ -34,9 +34,10 @@ def undo_in_flight(scheduler: Scheduler) -> None:
     rows.moves.clear()
     scheduler.prefilling.clear()
     for row in range(rows.n):
-        request = rows.request[row]
-        if request is None:
+        running = rows.request[row]
+        if running is None:
             raise RuntimeError(f"row {row} of {rows.n} has no request")
+        request = running
         computed = min(int(rows.computed[row]), kept.get(request, 1 << 60))
         for i, block in enumerate(request.blocks):
             if (i + 1) * size > computed:

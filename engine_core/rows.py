@@ -1,7 +1,7 @@
 """The running batch: dense rows 0..n-1, the same numbers in core and worker, as numpy columns.
 
-A request that leaves is replaced by the last row; the move is recorded for the next plan. A row number means something only
-inside its plan, so each plan in flight keeps a map from its rows to the current ones.
+A request that leaves is replaced by the last row; the move is recorded for the next plan. A row number means something
+only inside its plan, so each plan in flight keeps a map from its rows to the current ones.
 
     columns of row r, in tokens             computed <= planned < length,   known <= length
       computed   KV committed: a result confirmed it
@@ -10,8 +10,8 @@ inside its plan, so each plan in flight keeps a map from its rows to the current
       length     known + those that plans in flight will sample
     invariant: the newest token is never computed (planned < length), so a step computes length - planned tokens at most
 
-Newest tokens stand in a ring of two blocks per row until a block is full; then they move to Request.tokens. So a move costs
-the same whatever the context, and memory follows what is used. Knows no blocks and no policy.
+Newest tokens stand in a ring of two blocks per row until a block is full; then they move to Request.tokens. So a move
+costs the same whatever the context, and memory follows what is used. Knows no blocks and no policy.
 """
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlanRecord:
         self.num_tokens = num_tokens
         self.is_moved = False                   # some row of the plan is not where it was
         self.current: np.ndarray = np.empty(0, I32)     # row of the plan -> row now, -1: gone (valid when is_moved)
-        self.inverse: np.ndarray = np.empty(0, I32)     # row now -> row of the plan, -1: not in it (valid when is_moved)
+        self.inverse: np.ndarray = np.empty(0, I32)     # row now -> row of the plan, -1: none (valid when is_moved)
         self.detached: dict[int, Request] = {}  # rows of the plan whose requests were preempted since
         self.published: list[tuple[int, bytes]] = []    # provisional until this plan commits
         self.swapped_in: list[tuple[Request, int]] = [] # request, tokens that do not depend on the swap

@@ -2,9 +2,9 @@
 
 Running requests come first (users watch their streams), then admissions, while tokens of the budget are left. Rows that
 compute one token are handled as columns; Python touches only rows that need a block, are in mid-prompt, enter or leave.
-When the pool is too small, the last running request in policy order gives its blocks back; a victim is never one that this
-step already serves. Knows no messages, no clock, no tensors.
-Source: vLLM V1's unified scheduler; Agrawal et al. 2024 (Sarathi-Serve) for chunked prefill under a token budget.
+When the pool is too small, the last running request in policy order gives its blocks back; a victim is never one that
+this step already serves. Knows no messages, no clock, no tensors. Source: vLLM V1's unified scheduler; Agrawal et al.
+2024 (Sarathi-Serve) for chunked prefill under a token budget.
 """
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from engine_core.admission import admit
 from engine_core.block_hash import BlockHasher
 from engine_core.block_manager import BlockManager, HostPool
-from engine_core.policies import WaitingQueue
+from engine_core.cache_log import CacheLog
+from engine_core.policies import LongestPrefixQueue, WaitingQueue
+from engine_core.preemption import CostModel, make_room_for_urgent, preempt
 from engine_core.request import Request, RequestStatus
 from engine_core.rows import PlanRecord, Rows
 from engine_core.stats import SchedulerStats
@@ -49,18 +52,23 @@ class Scheduler:
     """Owner of the waiting queue, the rows and the blocks."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, hasher: BlockHasher, *, num_host_slots: int = 0,
-                 max_model_len: int = 1 << 30) -> None:
+                 max_model_len: int = 1 << 30, swap_block_ns: int = 0) -> None:
         self.config, self.blocks, self.hasher = config, blocks, hasher
         self.host = HostPool(num_host_slots)
         # A row computes at least one token a step, so there are never more seats than tokens in the budget.
         self.rows = Rows(min(config.max_num_seqs, config.max_num_batched_tokens), blocks.block_size)
-        self.waiting = WaitingQueue(config.policy)
+        self.costs = CostModel(swap_block_ns)
+        if config.policy == "lpm":
+            self.waiting: WaitingQueue = LongestPrefixQueue(config, self.cached_tokens, lambda: blocks.version)
+        else:
+            self.waiting = WaitingQueue(config)
         self.prefilling: set[Request] = set()               # rows with more than one token to compute
-        self.suspects: list[Request] = []                   # of a failed step: each replays alone before the rest goes on
+        self.cache_log = CacheLog()
+        self.suspects: list[Request] = []                   # of a failed step: each replays alone before others run
         self.stats = SchedulerStats()
         self.max_model_len = max_model_len
         self.cache_epoch = 0
-        self.on_finish: Callable[[Request], None] | None = None     # called before a finished request's blocks are freed
+        self.on_finish: Callable[[Request], None] | None = None     # called before an ended request's blocks are freed
         self._unsettled: list[Request] = []                 # rows that filled a block: hash and publish it
 
     @property
@@ -83,15 +91,15 @@ class Scheduler:
         if prompt < 1:
             raise ValueError("the prompt is empty; it needs at least one token")
         if prompt >= self.max_model_len:
-            raise ValueError(f"the prompt has {prompt} tokens and max_model_len is {self.max_model_len}, which leaves no "
-                             "room for an output token; shorten it or raise --max-model-len")
+            raise ValueError(f"the prompt has {prompt} tokens and max_model_len is {self.max_model_len}, which leaves "
+                             "no room for an output token; shorten it or raise --max-model-len")
         if known >= self.max_request_tokens:
             capacity = self.blocks.num_blocks * self.blocks.block_size
             raise ValueError(f"the prompt has {known} tokens and the whole cache holds {capacity}; shorten it or raise "
                              "--kv-cache-memory")
         if not self.config.enable_chunked_prefill and prompt > self.config.max_num_batched_tokens:
-            raise ValueError(f"the prompt has {prompt} tokens, a step {self.config.max_num_batched_tokens}, and chunked "
-                             "prefill is off; shorten it or raise --max-num-batched-tokens")
+            raise ValueError(f"the prompt has {prompt} tokens, a step {self.config.max_num_batched_tokens}, and "
+                             "chunked prefill is off; shorten it or raise --max-num-batched-tokens")
         wanted = request.params.max_tokens
         limit = self.max_request_tokens
         request.max_total_tokens = limit if wanted is None else min(prompt + wanted, limit)
@@ -113,6 +121,12 @@ class Scheduler:
             self.waiting.discard(request)
         self.drop_swap(request)
 
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a waiting request that the cache holds now."""
+        size = self.blocks.block_size
+        limit = min((request.num_known_tokens - 1) // size, len(request.hashes))
+        return len(self.blocks.find_cached_prefix(request.hashes, 0, limit)) * size
+
     def reset_prefix_cache(self) -> None:
         """No block computed until now is found again, also not those of requests that still run."""
         self.cache_epoch += 1
@@ -123,7 +137,9 @@ class Scheduler:
         computed = int(self.rows.computed[request.row])
         self.rows.remove(request)
         self.prefilling.discard(request)
-        self._publish_committed(request, computed)
+        if request.num_published != NEVER_PUBLISH:
+            self._publish_committed(request, computed)
+            self.publish_tail(request, computed)
         request.num_published = 0
 
     def drop_swap(self, request: Request) -> None:
@@ -141,17 +157,31 @@ class Scheduler:
         self.hasher.extend(request.hashes, request.root, request.tokens)
         full = min(num_computed // self.blocks.block_size, len(request.hashes))
         for i in range(request.num_published, full):
-            self.blocks.publish(request.blocks[i], request.hashes[i])
+            self.blocks.publish(request.blocks[i], request.hashes[i], *self._content(request, i))
         request.num_published = max(request.num_published, full)
 
-    def _publish_planned(self, request: Request, num_planned: int, step: Step) -> None:
+    def _content(self, request: Request, i: int) -> tuple[bytes, bytes]:
+        """What precedes a request's i-th block, and the tokens in it."""
+        size = self.blocks.block_size * 4
+        return request.hashes[i - 1] if i else request.root, bytes(request.tokens[i * size:(i + 1) * size])
+
+    def publish_tail(self, request: Request, num_computed: int) -> None:
+        """A request ends: the computed part of its last block can be found too, to be copied."""
+        full, rest = divmod(num_computed, self.blocks.block_size)
+        partial = self.blocks.partial
+        if partial is None or not rest or len(request.hashes) < full or self.blocks.ref_count[request.blocks[full]] != 1:
+            return
+        parent, tokens = self._content(request, full)
+        partial.add(request.blocks[full], parent, tokens[:rest * 4])
+
+    def publish_planned(self, request: Request, num_planned: int, step: Step) -> None:
         """Publish full blocks that this step fills, so that later admissions, in the same step too, adopt them: every
         layer writes all keys and values before any attention reads them. Undone if the step fails."""
         if not self.blocks.enable_prefix_caching:
             return
         full = min(num_planned // self.blocks.block_size, len(request.hashes))
         for i in range(request.num_published, full):
-            if self.blocks.publish(request.blocks[i], request.hashes[i]):
+            if self.blocks.publish(request.blocks[i], request.hashes[i], *self._content(request, i)):
                 step.published.append((request.blocks[i], request.hashes[i]))
         request.num_published = max(request.num_published, full)
 
@@ -180,10 +210,13 @@ class Scheduler:
         if self.suspects:
             if self._serve_suspect(step, budget):
                 return step
+        if self.config.policy == "priority":
+            make_room_for_urgent(self, step)
+        num_urgent = len(step.preempted)
         if self.rows.n:
             budget = self._serve_running(step, budget)
-        if not step.preempted:
-            self._admit(step, budget)
+        if len(step.preempted) == num_urgent:                # else the pool is evidently full
+            admit(self, step, budget)
         return step
 
     def promise(self, step: Step, number: int) -> PlanRecord | None:
@@ -217,6 +250,9 @@ class Scheduler:
         record = PlanRecord(number, n, counts, samples, num_tokens)
         record.published, record.swapped_in, record.swapped_out = step.published, step.swapped_in, step.swapped_out
         rows.in_flight.append(record)
+        stats = self.stats
+        self.cache_log.note(number, stats.num_hit_tokens + stats.num_resumed_hit_tokens + stats.num_adopted_tokens,
+                            num_tokens, self.blocks.num_evicted * self.blocks.block_size)
         return record
 
     def _serve_running(self, step: Step, budget: int) -> int:
@@ -234,7 +270,7 @@ class Scheduler:
         if prefilling:
             left = budget
             for request in sorted(prefilling, key=self.waiting.key):
-                count = self._chunk(int(rows.length[request.row] - rows.planned[request.row]), left)
+                count = self.chunk(int(rows.length[request.row] - rows.planned[request.row]), left)
                 left -= count
                 fresh = max(blocks.blocks_for(int(rows.planned[request.row]) + count) - len(request.blocks), 0)
                 chunks.append((request, count, fresh))
@@ -251,7 +287,7 @@ class Scheduler:
         if need:
             rows.capacity[need] += blocks.block_size
         reserve = wanted - len(need)
-        for request, count, fresh in chunks:
+        for request, _, fresh in chunks:
             reserve -= fresh
             if budget <= 0:
                 step.idle.append(request)
@@ -260,13 +296,13 @@ class Scheduler:
         step.idle += [r for i in idle if (r := request_of[i]) is not None]
         return budget
 
-    def _chunk(self, remaining: int, budget: int) -> int:
+    def chunk(self, remaining: int, budget: int) -> int:
         threshold = self.config.long_prefill_token_threshold if self.config.enable_chunked_prefill else 0
         return max(min(remaining, budget, threshold) if threshold else min(remaining, budget), 0)
 
     def _serve_chunk(self, step: Step, request: Request, budget: int, reserve: int) -> int:
-        """One prefill chunk; what the cache has meanwhile is adopted instead of computed. `reserve` free blocks belong to
-        rows that come later. Returns the tokens spent."""
+        """One prefill chunk; what the cache has meanwhile is adopted instead of computed. `reserve` free blocks belong
+        to rows that come later. Returns the tokens spent."""
         rows, blocks, size, row = self.rows, self.blocks, self.blocks.block_size, request.row
         planned, length = int(rows.planned[row]), int(rows.length[row])
         have = len(request.blocks)
@@ -275,7 +311,7 @@ class Scheduler:
             adopted = blocks.find_cached_prefix(request.hashes, have, (length - 1) // size)
         while True:
             start = planned + len(adopted) * size
-            count = self._chunk(length - start, budget)
+            count = self.chunk(length - start, budget)
             fresh = max(blocks.blocks_for(start + count) - have - len(adopted), 0)
             cost = fresh + sum(1 for b in adopted if blocks.ref_count[b] == 0)
             if not adopted or cost <= blocks.num_free - reserve:
@@ -290,7 +326,7 @@ class Scheduler:
             request.num_published = have + len(adopted)
             self.stats.num_adopted_tokens += len(adopted) * size
         step.chunks.append((request, count))
-        self._publish_planned(request, start + count, step)
+        self.publish_planned(request, start + count, step)
         return count
 
     def _extend(self, step: Step, request: Request, new: list[int]) -> None:
@@ -313,7 +349,7 @@ class Scheduler:
                 step.idle.append(request)
                 continue
             is_prefill = request in self.prefilling
-            count = self._chunk(length - planned, prefill_budget) if is_prefill else 1
+            count = self.chunk(length - planned, prefill_budget) if is_prefill else 1
             if count == 0:
                 step.idle.append(request)
                 continue
@@ -322,7 +358,7 @@ class Scheduler:
             while got is None:
                 end -= 1
                 victim = order[end]
-                self._preempt(victim, step)
+                preempt(self, victim, step)
                 if victim is request:
                     return 0                                # the last in order; nobody behind it to ask
                 got = blocks.allocate(fresh)
@@ -330,7 +366,7 @@ class Scheduler:
             if is_prefill:
                 prefill_budget -= count
                 step.chunks.append((request, count))
-                self._publish_planned(request, planned + count, step)
+                self.publish_planned(request, planned + count, step)
         return prefill_budget
 
     def _serve_suspect(self, step: Step, budget: int) -> bool:
@@ -340,40 +376,22 @@ class Scheduler:
             return False
         rows, blocks, request = self.rows, self.blocks, self.suspects[0]
         planned, length = int(rows.planned[request.row]), int(rows.length[request.row])
-        count = 0 if length >= int(rows.limit[request.row]) else self._chunk(length - planned, budget)
+        count = 0 if length >= int(rows.limit[request.row]) else self.chunk(length - planned, budget)
         got = blocks.allocate(max(blocks.blocks_for(planned + count) - len(request.blocks), 0))
         for victim in reversed(rows.in_order()):
             if got is not None:
                 break
             if victim is not request:
-                self._preempt(victim, step)
+                preempt(self, victim, step)
                 got = blocks.allocate(max(blocks.blocks_for(planned + count) - len(request.blocks), 0))
         if got is None:
             raise RuntimeError(f"a pool of {blocks.num_blocks} blocks does not hold {planned + count} tokens alone")
         self._extend(step, request, got)
         if count > 0:
             step.chunks.append((request, count))
-            self._publish_planned(request, planned + count, step)
+            self.publish_planned(request, planned + count, step)
         step.idle += [r for r in rows.request[:rows.n] if r is not None and (r is not request or count == 0)]
         return True
-
-    def _preempt(self, request: Request, step: Step) -> None:
-        """Take a running request's blocks. swap: they are copied to host memory first, if it has room; else what they
-        hold is recomputed when it returns (and mostly found in the cache)."""
-        planned = int(self.rows.planned[request.row])
-        if self.config.preemption_mode == "swap" and planned:
-            used = request.blocks[:self.blocks.blocks_for(planned)]
-            slots = self.host.take(len(used))
-            if slots is not None:
-                for block, slot in zip(used, slots):
-                    step.swap_out += (block, slot)
-                request.host_slots, request.num_swapped_tokens = slots, planned
-                step.swapped_out.append(request)
-                self.stats.num_swapped_out_blocks += len(used)
-        if not request.host_slots:
-            request.num_recomputed_tokens += planned
-        self.give_back(request)
-        step.preempted.append(request)
 
     def give_back(self, request: Request) -> None:
         """Out of the running batch and back into the queue; its blocks are free."""
@@ -393,52 +411,6 @@ class Scheduler:
             if self.blocks.ref_count[block] == 1:
                 self.blocks.unpublish(block)
         self.give_back(request)
-
-    def _admit(self, step: Step, budget: int) -> None:
-        """Admit waiting requests in policy order until one does not fit."""
-        rows, blocks, size = self.rows, self.blocks, self.blocks.block_size
-        full_budget = self.config.max_num_batched_tokens
-        while budget > 0 and rows.n < rows.seats:
-            request = self.waiting.peek()
-            if request is None or request.num_in_flight:    # its newest token is still being computed
-                break
-            known = request.num_known_tokens
-            hits = blocks.find_cached_prefix(request.hashes, 0, min((known - 1) // size, len(request.hashes)))
-            computed = max(len(hits) * size, request.num_swapped_tokens)
-            remaining = known - computed
-            if not self.config.enable_chunked_prefill and budget < remaining <= full_budget:
-                break
-            count = self._chunk(remaining, budget)
-            got = blocks.allocate(max(blocks.blocks_for(computed + count) - len(hits), 0), hits)
-            if got is None:
-                break
-            self.waiting.pop()
-            request.blocks = hits + got
-            request.num_published = len(hits)
-            if request.num_swapped_tokens:
-                for i in range(len(hits), blocks.blocks_for(request.num_swapped_tokens)):
-                    step.swap_in += (request.host_slots[i], request.blocks[i])
-                step.swapped_in.append((request, len(hits) * size))
-                self.drop_swap(request)
-            self._count_admission(request, len(hits) * size)
-            rows.append(request, self.waiting.key(request), computed, len(request.blocks) * size)
-            if remaining > 1:
-                self.prefilling.add(request)
-                step.chunks.append((request, count))
-            step.new.append(request)
-            self._publish_planned(request, computed + count, step)
-            budget -= count
-
-    def _count_admission(self, request: Request, num_cached: int) -> None:
-        """Hit statistics count once, at admission; returns of preempted requests apart."""
-        if not request.is_admitted:
-            request.is_admitted = True
-            request.num_cached_tokens = num_cached
-            self.stats.num_queried_tokens += request.num_known_tokens
-            self.stats.num_hit_tokens += num_cached
-        else:
-            request.num_reused_tokens += num_cached
-            self.stats.num_resumed_hit_tokens += num_cached
 
     # ------------------------------------------------------------ checking
 

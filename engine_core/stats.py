@@ -15,8 +15,11 @@ class SchedulerStats:
     num_hit_tokens: int = 0                     # of those, found in the cache
     num_adopted_tokens: int = 0                 # found in the cache in mid-prompt
     num_resumed_hit_tokens: int = 0             # found in the cache by returning requests
+    num_copied_tokens: int = 0                  # of all hits, by copying part of a block
+    num_recomputed_tokens: int = 0              # computed, then given up by a preemption
     num_preemptions: int = 0                    # events
     num_swapped_out_blocks: int = 0             # blocks
+    num_swapped_in_blocks: int = 0              # blocks
     num_failed_steps: int = 0                   # steps
     num_finished: int = 0                       # requests
     num_late_results: int = 0                   # results of steps nobody waits for

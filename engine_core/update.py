@@ -1,8 +1,8 @@
 """Enters the result of one step: the only writer of "computed".
 
-The usual case (every row of the plan is where it was and computed one token) is a few column operations. Otherwise rows of
-the plan are followed to where they are now; a row that ended meanwhile is a zombie whose token is dropped and counted, and
-the newest token of a request that was preempted meanwhile is still accepted. Knows no messages.
+The usual case (every row of the plan is where it was and computed one token) is a few column operations. Otherwise rows
+of the plan are followed to where they are now; a row that ended meanwhile is a zombie whose token is dropped and
+counted, and the newest token of a request that was preempted meanwhile is still accepted. Knows no messages.
 """
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def update(scheduler: Scheduler, stop: StopChecker, tokens: np.ndarray, bad_rows
     record = rows.in_flight.pop(0)
     if tokens.size != record.num_rows or (tokens.size and int(tokens.max()) >= stop.vocab_size):
         raise RuntimeError(f"step {record.step}: result has {tokens.size} rows with ids up to "
-                           f"{int(tokens.max()) if tokens.size else -1}; the plan has {record.num_rows} rows, the model "
-                           f"{stop.vocab_size} ids")
+                           f"{int(tokens.max()) if tokens.size else -1}; the plan has {record.num_rows} rows, the "
+                           f"model {stop.vocab_size} ids")
     stats = scheduler.stats
     stats.num_steps += 1
     stats.num_computed_tokens += record.num_tokens

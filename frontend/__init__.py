@@ -2,7 +2,14 @@
 
 Knows no tensors and no blocks. `AsyncLLM`, `LLM` and `SamplingParams` are what a Python program imports from here.
 """
-from ipc.shadow import check_not_shadowed
+try:
+    from ipc.shadow import check_not_shadowed
+except ModuleNotFoundError as error:            # an `ipc` that is not ours cannot check itself
+    if error.name != "ipc.shadow":
+        raise
+    import ipc
+    raise ImportError(f"package 'ipc' is found at {ipc.__file__}, which hides the one beside {__path__[0]}; rename it, or "
+                      "put our folder first on PYTHONPATH") from None
 
 check_not_shadowed()
 

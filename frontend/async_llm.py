@@ -4,8 +4,8 @@
         async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=8)):
             print(output.outputs[0].text)
 
-Works from a script without a __main__ guard, a notebook and pytest: the engine's processes are `python -m` programs held
-by a supervisor that ends them when this process ends, however it does. Text lives here; tokens live in the engine.
+Works from a script without a __main__ guard, a notebook and pytest: the engine's processes are `python -m` programs
+held by a supervisor that ends them when this process ends, however it does. Text lives here; tokens live in the engine.
 """
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ WATCH_INTERVAL_S = 0.25
 class AsyncLLM:
     """An engine. Options are launch.py's, with underscores: AsyncLLM(model="qwen3-0.6b", max_num_seqs=16).
 
-    Use as an async context manager, or `await start()` and `await close()`. All calls belong to the loop that started it.
-    Raises ConfigError for bad options, EngineDeadError when the engine cannot start or has ended.
+    Use as an async context manager, or `await start()` and `await close()`. All calls belong to the loop that started
+    it. Raises ConfigError for bad options, EngineDeadError when the engine cannot start or has ended.
     """
 
     def __init__(self, model: str | None = None, *, config: EngineConfig | None = None,
@@ -101,7 +101,8 @@ class AsyncLLM:
         llm.served_model_name = served_model_name or llm.served_model_name
         return llm
 
-    async def _connect(self, core: Peer, number: int, model: ModelSection, tokenizer: Tokenizer, *, wait: bool = True) -> None:
+    async def _connect(self, core: Peer, number: int, model: ModelSection, tokenizer: Tokenizer, *,
+                       wait: bool = True) -> None:
         self.tokenizer = tokenizer
         self.chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
         self.served_model_name = model.files.served_name
@@ -129,6 +130,7 @@ class AsyncLLM:
             await asyncio.sleep(WATCH_INTERVAL_S)
             if process.died() is not None and self._client is not None:
                 self._client.fail(process.error())
+                await asyncio.to_thread(process.stop)   # a killed supervisor could not tidy up
                 return
 
     def engine_died(self, reason: str) -> None:
@@ -148,7 +150,10 @@ class AsyncLLM:
             self._client = None
         if self._process is not None:
             process, self._process = self._process, None
-            await asyncio.to_thread(process.stop)
+            try:
+                await asyncio.to_thread(process.stop)
+            except RuntimeError:                # the interpreter is exiting and starts no threads any more
+                process.stop()
 
     async def __aenter__(self) -> AsyncLLM:
         return await self.start()
@@ -171,7 +176,8 @@ class AsyncLLM:
         """Yield news about one request until it is finished.
 
         prompt: text, token ids, or token ids as int32 bytes. Closing or cancelling the iterator aborts the request and
-        frees its blocks. Raises RequestError (the caller's mistake), OverloadedError, EngineDeadError, RequestFailedError.
+        frees its blocks. Raises RequestError (the caller's mistake), OverloadedError, EngineDeadError,
+        RequestFailedError.
         """
         client = self._engine()
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -184,10 +190,9 @@ class AsyncLLM:
         stream.choices = [Choice(stream, number, index, self.tokenizer)
                           for index, number in enumerate(client.next_ids(params.n))]
         try:
-            for choice in stream.choices:
-                client.add(choice, AddRequest(choice.request_id, memoryview(tokens), wire, choice=choice.index,
-                                              priority=priority, arrival_time=stream.metrics.arrival_time,
-                                              cache_salt=cache_salt))
+            client.add(stream.choices, AddRequest(
+                stream.choices[0].request_id, memoryview(tokens), wire, num_choices=params.n, priority=priority,
+                arrival_time=stream.metrics.arrival_time, cache_salt=cache_salt))
             while True:
                 output = await stream.next()
                 yield output
@@ -205,7 +210,8 @@ class AsyncLLM:
         if isinstance(prompt, (bytes, bytearray, memoryview)):
             return bytes(prompt)
         if not isinstance(prompt, list):
-            raise RequestError(f"a prompt is text, a list of token ids or int32 bytes, not {type(prompt).__name__}", "prompt")
+            raise RequestError(f"a prompt is text, a list of token ids or int32 bytes, not {type(prompt).__name__}",
+                               "prompt")
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise RequestError(f"prompt contains {token!r}; token ids are 0 to {self.vocab_size - 1}", "prompt")

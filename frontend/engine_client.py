@@ -1,7 +1,7 @@
 """The only user of the engine's sockets in a frontend: requests out, outputs in, commands and their replies.
 
-One asyncio loop, one DEALER. Numbers requests, keeps who waits for which number, and notices when the core falls silent.
-Knows no HTTP and no tokenizer.
+One asyncio loop, one DEALER. Numbers requests, keeps who waits for which number, and notices when the core falls
+silent. Knows no HTTP and no tokenizer.
 """
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from frontend.request_stream import Choice
 from ipc.codec import Header
 from ipc.config import Peer
 from ipc.errors import EngineDeadError
-from ipc.messages import (FINISH_STOP, Abort, AddRequest, Command, CommandReply, EngineReady, Finished, HelloAck, Outputs,
-                          Phase)
+from ipc.messages import (FINISH_STOP, Abort, AddRequest, Command, CommandReply, EngineReady, Finished, HelloAck,
+                          Outputs, Phase)
 from ipc.sockets import AsyncLink
 
 logger = logging.getLogger(__name__)
@@ -67,10 +67,10 @@ class EngineClient:
         """Consecutive numbers for the choices of one request."""
         return [self.number << NUMBER_SHIFT | next(self._counter) for _ in range(count)]
 
-    def add(self, choice: Choice, message: AddRequest) -> None:
+    def add(self, choices: list[Choice], message: AddRequest) -> None:
         if self.dead is not None:
             raise self.dead
-        self._choices[choice.request_id] = choice
+        self._choices.update((choice.request_id, choice) for choice in choices)
         self._link.send(message)
 
     def abort(self, choices: list[Choice]) -> None:
@@ -134,7 +134,8 @@ class EngineClient:
             ids = np.frombuffer(outputs.request_ids, np.int64)
             stop_at = self._stop_positions(ids, outputs.finished)
             unwanted: list[Choice] = []
-            for i, (request_id, token) in enumerate(zip(ids.tolist(), np.frombuffer(outputs.tokens, np.int32).tolist())):
+            tokens = np.frombuffer(outputs.tokens, np.int32)
+            for i, (request_id, token) in enumerate(zip(ids.tolist(), tokens.tolist())):
                 choice = choices.get(request_id)
                 if choice is None or choice.finish_reason is not None:
                     continue                    # aborted, or past a stop string: never text, never usage
@@ -169,6 +170,10 @@ class EngineClient:
         self._became_ready.set()
 
     def close(self) -> None:
+        """Abort what is unfinished; the engine itself may live on. Idempotent."""
+        if self._context.closed:
+            return
+        self.abort(list(self._choices.values()))
         self.fail(EngineDeadError("the client was closed"))
         self._link.close(linger_ms=100)
         self._context.term()

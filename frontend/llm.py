@@ -1,11 +1,11 @@
-"""LLM: offline batches. Its engine's loop runs in a thread of its own, so it works inside a notebook's running loop too."""
+"""LLM: offline batches. Its engine's loop runs in a thread of its own, so it works inside a notebook's loop too."""
 from __future__ import annotations
 
 import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -19,7 +19,7 @@ Prompt = str | list[int]
 
 
 class LLM:
-    """An engine for lists of prompts. Options as AsyncLLM. Close it, use it as a context manager, or let it be collected."""
+    """An engine for lists of prompts. Options as AsyncLLM. Close it, or use it as a context manager."""
 
     def __init__(self, model: str, **options: Any) -> None:
         self._loop = asyncio.new_event_loop()
@@ -45,32 +45,37 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         return self._llm.tokenizer
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-                 = None, *, use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(self, prompts: Prompt | Sequence[Prompt],
+                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 use_tqdm: bool = True) -> list[RequestOutput]:
         """Run all prompts, batched by the engine; results in the order of the prompts.
 
-        sampling_params: one for all, or one each. Raises RequestError naming the prompt's place when one is refused; the
-        others are aborted then.
+        sampling_params: one for all, or one each. Raises RequestError naming the prompt's place when one is refused;
+        the others are aborted then.
         """
         if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]                 # type: ignore[list-item]
+            prompts = [cast(Prompt, prompts)]
         params = sampling_params
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling_params; give one for all or one each")
-        result: list[RequestOutput] = self._run(self._generate_all(list(prompts), list(params), use_tqdm))
+            raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling_params; give one for all or one "
+                               "each")
+        many = cast(Sequence[Prompt], prompts)
+        result: list[RequestOutput] = self._run(self._generate_all(list(many), list(params), use_tqdm))
         return result
 
     def chat(self, conversations: list[dict[str, Any]] | list[list[dict[str, Any]]],
-             sampling_params: SamplingParams | None = None, *, use_tqdm: bool = True, **render: Any) -> list[RequestOutput]:
+             sampling_params: SamplingParams | None = None, *, use_tqdm: bool = True,
+             **render: Any) -> list[RequestOutput]:
         """`generate` for one conversation or a list of them."""
         many = conversations if conversations and isinstance(conversations[0], list) else [conversations]
         prompts = [memoryview(self._llm.render_chat(messages, **render)).cast("i").tolist()    # type: ignore[arg-type]
                    for messages in many]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    async def _generate_all(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    async def _generate_all(self, prompts: list[Prompt], params: list[SamplingParams],
+                            use_tqdm: bool) -> list[RequestOutput]:
         bar = tqdm(total=len(prompts), desc="requests", disable=None if use_tqdm else True)
         tasks = [asyncio.create_task(self._generate_one(i, p, s, bar)) for i, (p, s) in enumerate(zip(prompts, params))]
         try:
@@ -82,10 +87,10 @@ class LLM:
             bar.close()
 
     async def _generate_one(self, index: int, prompt: Prompt, params: SamplingParams, bar: Any) -> RequestOutput:
-        last = None
+        last: RequestOutput | None = None
         try:
-            async for last in self._llm.generate(prompt, params, output_kind="final"):
-                pass
+            async for output in self._llm.generate(prompt, params, output_kind="final"):
+                last = output
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}", error.param) from None
         if last is None:
@@ -112,6 +117,9 @@ class LLM:
 def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """Must not refer to the LLM, or it would never be collected."""
     if loop.is_closed():
+        return
+    if threading.current_thread() is thread:    # collected by a garbage collection in the loop itself, which cannot wait
+        threading.Thread(target=_close, args=(llm, loop, thread), name="LLM close").start()
         return
     if thread.is_alive():
         asyncio.run_coroutine_threadsafe(llm.close(), loop).result(10)

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import traceback
+from typing import Any
 
 import uvloop
 
@@ -28,6 +29,7 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     """Listen at once (/ready tells the phase), become ready with the engine, stop on Shutdown."""
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[float] = loop.create_future()
+    parent = os.getppid()
 
     def on_lifeline() -> None:
         for _, message in life.lifeline.receive():
@@ -37,7 +39,7 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
             life.exit_orphaned()
 
     def on_signal() -> None:
-        if os.getppid() == 1:                   # the kernel says that our supervisor died
+        if os.getppid() != parent:              # the kernel says that our supervisor died
             life.exit_orphaned()
         if not stopping.done():
             stopping.set_result(0.0)
@@ -48,7 +50,8 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     server = HttpServer(build_app(llm), socket_from_fd(config.listen_fd))
     await server.start()
     ready = asyncio.ensure_future(llm.wait_ready())
-    await asyncio.wait([ready, stopping], return_when=asyncio.FIRST_COMPLETED)
+    first: list[asyncio.Future[Any]] = [ready, stopping]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if ready.done():
         ready.result()
         life.ready(f"listening on port {server.port}")

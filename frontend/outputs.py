@@ -1,7 +1,7 @@
 """What a caller receives while a request runs.
 
-`RequestOutput` is one piece of news about one request: which choices have new text, which ended, and what it cost. Field
-names are vLLM's. Knows no sockets and no HTTP.
+`RequestOutput` is one piece of news about one request: which choices have new text, which ended, and what it cost.
+Field names are vLLM's. Knows no sockets and no HTTP.
 """
 from __future__ import annotations
 

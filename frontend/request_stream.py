@@ -1,8 +1,8 @@
 """One request on its way back: tokens become text, stop strings end it, the consumer is woken.
 
-A `Choice` is one of the request's n sequences and one request inside the engine; it is also its journal: prompt and every
-token received. A `RequestStream` gathers its choices and hands their news out when the consumer asks; a slow consumer finds
-joined deltas, not a queue. Knows no sockets.
+A `Choice` is one of the request's n sequences and one request inside the engine; it is also its journal: prompt and
+every token received. A `RequestStream` gathers its choices and hands their news out when the consumer asks; a slow
+consumer finds joined deltas, not a queue. Knows no sockets.
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Choice:
     """One sequence. `is_ended`: the caller's view; the engine may still hold it until its Finished arrives."""
 
-    __slots__ = ("stream", "request_id", "index", "token_ids", "text", "num_taken_chars", "num_taken_tokens", "new_text",
-                 "finish_reason", "stop_reason", "is_reported", "_detokenizer", "_stop", "_min_tokens")
+    __slots__ = ("stream", "request_id", "index", "token_ids", "text", "num_taken_chars", "num_taken_tokens",
+                 "new_text", "finish_reason", "stop_reason", "is_reported", "_detokenizer", "_stop", "_min_tokens")
 
     def __init__(self, stream: RequestStream, request_id: int, index: int, tokenizer: Tokenizer) -> None:
         params = stream.params
@@ -83,7 +83,8 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        return len(self.token_ids) > self.num_taken_tokens or bool(self.new_text) or (self.is_ended and not self.is_reported)
+        return (len(self.token_ids) > self.num_taken_tokens or bool(self.new_text)
+                or (self.is_ended and not self.is_reported))
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What is new (delta), or all so far."""

@@ -79,6 +79,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--gpu-memory-utilization", "cache.gpu_memory_utilization", float, "CUDA: share of the device to use"),
         Option("--cpu-memory-share", "cache.cpu_memory_share", float, "CPU: share of free memory for the pool"),
         Option("--enable-prefix-caching", "cache.enable_prefix_caching", bool, "share blocks of equal prefixes"),
+        Option("--enable-partial-reuse", "cache.enable_partial_reuse", bool, "reuse part of a cached block, by copy"),
         Option("--swap-space", "cache.swap_space", parse_size, "host memory for swapped-out blocks, for example 1GiB"),
     ),
     "scheduler": (
@@ -91,6 +92,14 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--preemption-mode", "scheduler.preemption_mode", str, "what happens when the pool is full",
                PREEMPTION_MODES),
         Option("--async-scheduling", "scheduler.async_scheduling", bool, "plan a step before the last one's results"),
+        Option("--priority-aging-steps", "scheduler.priority_aging_steps", parse_count,
+               "priority policy: steps of waiting that are worth one level"),
+        Option("--lpm-max-overtakes", "scheduler.lpm_max_overtakes", parse_count,
+               "lpm policy: a request that so many others overtook goes first"),
+        Option("--max-num-queued-reqs", "scheduler.max_num_queued_reqs", parse_count,
+               "waiting requests beyond which new ones are refused with 429; 0: no bound"),
+        Option("--max-num-queued-tokens", "scheduler.max_num_queued_tokens", parse_count,
+               "the same for the sum of their tokens"),
     ),
     "engine": (
         Option("--device", "engine.device", str, "cpu, cuda or auto", ("auto", "cpu", "cuda")),

@@ -49,7 +49,7 @@ def _default(field: Any) -> str:
 
 def _schema_hash() -> bytes:
     seen: dict[type, None] = {}
-    text = ";".join(f"{kind}={_describe(KINDS[kind], seen)}|{LONG_FIELDS.get(KINDS[kind], ())}" for kind in sorted(KINDS))
+    text = ";".join(f"{kind}={_describe(tp, seen)}|{LONG_FIELDS.get(tp, ())}" for kind, tp in sorted(KINDS.items()))
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
@@ -64,7 +64,7 @@ class Header:
     schema: bytes
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {kind: msgspec.msgpack.Decoder(tp) for kind, tp in KINDS.items()}
+_decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {kind: msgspec.msgpack.Decoder(tp) for kind, tp in KINDS.items()}
 
 def encode(message: Any, epoch: int = 0, sequence: int = 0) -> Frames:
     """One frame, or more when a long field exceeds INLINE_LIMIT."""

@@ -1,8 +1,8 @@
 """Every option of the engine as frozen structs, each checked where it is made.
 
-launch.py (or AsyncLLM) builds an `EngineConfig`; the supervisor cuts it into one section per process, so no process reads
-an option that is not its own. A value "auto" or None is resolved once, by the process that owns the fact, which logs the
-choice with its reason. A test asserts that every field here is read somewhere.
+launch.py (or AsyncLLM) builds an `EngineConfig`; the supervisor cuts it into one section per process, so no process
+reads an option that is not its own. A value "auto" or None is resolved once, by the process that owns the fact, which
+logs the choice with its reason. A test asserts that every field here is read somewhere.
 """
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ipc.errors import ConfigError
 from ipc.model_source import ModelFiles
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-POLICIES = ("fcfs", "priority")
-PREEMPTION_MODES = ("recompute", "swap")
+POLICIES = ("fcfs", "priority", "lpm")
+PREEMPTION_MODES = ("recompute", "swap", "auto")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -38,6 +38,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     gpu_memory_utilization: float = 0.9         # CUDA: share of the device that weights, activations and pool may use
     cpu_memory_share: float = 0.25              # CPU: share of free memory given to the pool when no size is named
     enable_prefix_caching: bool = True
+    enable_partial_reuse: bool = True           # reuse the cached part of a block that matches only in part, by copy
     swap_space: int = 0                         # bytes of host memory for swapped-out blocks; 0: no swapping
 
     def __post_init__(self) -> None:
@@ -59,12 +60,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     long_prefill_token_threshold: int = 0       # longest prefill chunk; 0: the whole budget
     policy: str = "fcfs"
     preemption_mode: str = "recompute"
-    async_scheduling: bool = False              # plan a step before the results of the last one are read
+    async_scheduling: bool = True               # plan a step before the results of the last one are read
+    priority_aging_steps: int = 1000            # a request that waits this long ranks one priority level better
+    lpm_max_overtakes: int = 16                 # a request that so many others overtook goes first
+    max_num_queued_reqs: int = 0                # waiting requests beyond which new ones are refused; 0: no bound
+    max_num_queued_tokens: int = 0              # the same for the sum of their tokens
 
     def __post_init__(self) -> None:
         _range("max_num_seqs", self.max_num_seqs, 1, 65536)
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 24)
         _range("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _range("priority_aging_steps", self.priority_aging_steps, 1)
+        _range("lpm_max_overtakes", self.lpm_max_overtakes, 1)
+        _range("max_num_queued_reqs", self.max_num_queued_reqs, 0)
+        _range("max_num_queued_tokens", self.max_num_queued_tokens, 0)
         _one_of("scheduling_policy", self.policy, POLICIES)
         _one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
 
@@ -108,8 +117,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _range("num_threads", self.num_threads, 0, 4096)
         _one_of("log_level", self.log_level, LOG_LEVELS)
-        if self.scheduler.preemption_mode == "swap" and self.cache.swap_space == 0:
-            raise ConfigError("--preemption-mode swap needs host memory: add --swap-space, for example --swap-space 1GiB")
+        if self.scheduler.preemption_mode != "recompute" and self.cache.swap_space == 0:
+            raise ConfigError(f"--preemption-mode {self.scheduler.preemption_mode} needs host memory: add --swap-space, "
+                              "for example --swap-space 1GiB")
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

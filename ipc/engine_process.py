@@ -33,6 +33,7 @@ class EngineProcess:
     def __init__(self, module: str = SUPERVISOR_MODULE) -> None:
         self._module = module
         self._lock = threading.Lock()
+        self._stop_lock = threading.Lock()
         self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: Lifeline | None = None
@@ -103,15 +104,22 @@ class EngineProcess:
         return error
 
     def stop(self, timeout: float = 3.0) -> None:
-        """End the engine; no process, descriptor or file of it is left. Idempotent."""
+        """End the engine; no process, descriptor or file of it is left. Idempotent; a second caller waits for the first."""
+        if os.getpid() != self._owner:           # a forked copy: the engine is its parent's
+            if self._lifeline is not None:
+                self._lifeline.sock.close()
+            self._process = self._lifeline = None
+            self._reason = self._reason or "the engine was stopped"
+            return
+        with self._stop_lock:
+            self._stop(timeout)
+
+    def _stop(self, timeout: float) -> None:
         with self._lock:
             process, lifeline = self._process, self._lifeline
             self._process = self._lifeline = None
             self._reason = self._reason or "the engine was stopped"
         if process is None or lifeline is None:
-            return
-        if os.getpid() != self._owner:           # a forked copy: the engine is its parent's
-            lifeline.sock.close()
             return
         lifeline.send(Shutdown("the engine was stopped"))
         try:

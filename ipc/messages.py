@@ -1,13 +1,14 @@
 """Every struct that crosses a process boundary, grouped by direction, and the table of their kinds.
 
-Knows no bytes (codec.py) and no sockets. Two layouts: request-level messages are maps, so that a decoding error names the
-field; per-step messages are arrays of packed columns (little-endian int32 unless a comment says otherwise), so that a step
-of 256 decodes costs microseconds. Columns decode as memoryviews into the received frame. Times are nanoseconds of
-CLOCK_MONOTONIC, which all processes of a host share.
+Knows no bytes (codec.py) and no sockets. Two layouts: request-level messages are maps, so that a decoding error names
+the field; per-step messages are arrays of packed columns (little-endian int32 unless a comment says otherwise), so that
+a step of 256 decodes costs microseconds. Columns decode as memoryviews into the received frame. Times are nanoseconds
+of CLOCK_MONOTONIC, which all processes of a host share.
 
-    supervisor ─ Config, PeerUp, Shutdown ─▶ child        child ─ Phase, Ready, Failure ─▶ supervisor      (lifeline)
-    frontend ─ Hello, AddRequest, Abort, Command ─▶ core   core ─ EngineReady, Outputs, CommandReply ─▶ frontend
-    core ─ Hello, SchedulerOutput ─▶ worker                worker ─ Phase, WorkerReady, ModelRunnerOutput, StepFailed ─▶ core
+    supervisor ─ Config, Shutdown ─▶ child                child ─ Hello, Phase, Ready, Failure ─▶ supervisor (lifeline)
+    frontend ─ Hello, AddRequest, Abort, Command ─▶ core  core ─ Phase, EngineReady, Outputs, CommandReply ─▶ frontend
+    core ─ Hello, SchedulerOutput ─▶ worker               worker ─ Phase, WorkerReady, ModelRunnerOutput, StepFailed ─▶
+                                                          core
 """
 from __future__ import annotations
 
@@ -79,16 +80,17 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # ---------------------------------------------------------------- frontend -> engine core
 
 class AddRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Frontend -> engine core, once per choice of a request. Answered by Outputs, the last of which has a Finished.
+    """Frontend -> engine core, once per request. Each choice is answered by Outputs, the last of which has its Finished.
 
-    request_id is frontend number << 40 | counter. The n choices of one request have consecutive ids and are sent as one
-    AddRequest each; `choice` keys their noise together with the seed.
+    request_id is frontend number << 40 | counter, of the first choice. A choice's number keys its noise together with the
+    seed.
     """
     request_id: int
     prompt_token_ids: memoryview                # int32, at least one
     sampling_params: SamplingParams             # seed is always set
     output_token_ids: memoryview = EMPTY        # int32; not empty only when a live request is re-added after a restart
-    choice: int = 0
+    choice: int = 0                             # number of the first choice
+    num_choices: int = 1                        # they have consecutive request ids; all are accepted or none
     priority: int = 0                           # lower runs first under the priority policy
     arrival_time: float = 0.0                   # seconds of time.monotonic()
     cache_salt: str = ""                        # requests of different salts never share cached blocks
@@ -220,6 +222,7 @@ class WorkerReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eos_token_ids: list[int]
     dtype: str
     detail: str                                 # one line: model, dtype, pool
+    swap_block_ns: int = 0                      # measured time to copy one block out and back; 0: not measured
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):

@@ -1,4 +1,4 @@
-"""What every process sets up for itself: how its log lines look. One line per event, on stderr, with the process's name."""
+"""What every process sets up for itself: how its log lines look. One line per event, on stderr, with its name."""
 from __future__ import annotations
 
 import logging

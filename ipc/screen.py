@@ -50,7 +50,9 @@ class Screen:
             self._ended.add((who, phase.name))
             self.finished.append(FinishedPhase(who, phase.name, seconds))
             self.line(f"{who:<13} {phase.name:<22} {seconds:6.1f} s  {phase.detail}".rstrip())
-        elif self._is_terminal:
+            return
+        self._ended.discard((who, phase.name))   # a restarted process goes through it again
+        if self._is_terminal:
             full = round(max(phase.fraction, 0.0) * _BAR_CELLS)
             bar = "█" * full + "░" * (_BAR_CELLS - full)
             text = f"{who:<13} {phase.name:<22} {bar} {phase.fraction:4.0%} {seconds:6.1f} s  {phase.detail}"

@@ -1,4 +1,4 @@
-"""Our top-level names are common words, so a folder of the user's may hide one of ours. Found here, named, not guessed."""
+"""Our top-level names are common words, so a folder of the user's may hide one of ours. Found here, and named."""
 from __future__ import annotations
 
 import importlib.util
@@ -15,5 +15,5 @@ def check_not_shadowed() -> None:
         places = list(spec.submodule_search_locations or ()) if spec is not None else []
         if not any(os.path.realpath(place) == os.path.realpath(os.path.join(ROOT, name)) for place in places):
             where = (spec.origin or (places[0] if places else "a namespace")) if spec is not None else "nowhere"
-            raise ImportError(f"package {name!r} is found at {where}, which hides {os.path.join(ROOT, name)}; rename that "
-                              f"folder, or put {ROOT} first on PYTHONPATH")
+            raise ImportError(f"package {name!r} is found at {where}, which hides {os.path.join(ROOT, name)}; rename "
+                              f"that folder, or put {ROOT} first on PYTHONPATH")

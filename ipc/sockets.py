@@ -1,7 +1,7 @@
 """ZeroMQ endpoints that carry messages: the core's ROUTER, DEALER links, their asyncio form, and an in-memory pair.
 
-All are non-blocking: a process sleeps in one place of its own, its poll. A frame that is no message of ours is dropped and
-counted, never raised into a loop. Does not know what the messages mean.
+All are non-blocking: a process sleeps in one place of its own, its poll. A frame that is no message of ours is dropped
+and counted, never raised into a loop. Does not know what the messages mean.
 """
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class AsyncLink(Link):
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        loop.add_reader(self.socket.getsockopt(zmq.FD), self._read)
+        loop.add_reader(self.socket.fileno(), self._read)
         self._read()
 
     def send(self, message: Any) -> None:
@@ -180,7 +180,7 @@ class AsyncLink(Link):
 
     def close(self, linger_ms: int = 0) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self.socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self.socket.fileno())
         self._loop = None
         super().close(linger_ms)
 

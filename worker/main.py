@@ -79,9 +79,10 @@ class WorkerLoop:
                 self.link.epoch = header.epoch
 
     def run(self) -> None:
-        from worker.startup import build_runner
-
         starting = Starting(self.life, self.link)
+        starting.begin("import torch")
+        from worker.startup import build_runner
+        starting.end()
         runner, ready = build_runner(self.config, starting, self.greet)
         self.greet()
         if self.link.epoch:
@@ -131,7 +132,8 @@ def main() -> None:
     except ConfigError as error:
         life.fail(str(error))
     except MemoryError as error:
-        life.fail(f"worker: out of memory: {error}; lower --kv-cache-memory or use a smaller model", traceback.format_exc())
+        life.fail(f"worker: out of memory: {error}; lower --kv-cache-memory or use a smaller model",
+                  traceback.format_exc())
     except Exception as error:
         life.fail(f"worker: {type(error).__name__}: {error}", traceback.format_exc())
 

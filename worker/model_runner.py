@@ -1,7 +1,7 @@
 """Executes one SchedulerOutput: block moves, row ops, batch, forward pass, sampling.
 
-Owns model, pools and rows. Decides nothing: which tokens and which blocks is the plan's. An exception in `execute` means
-the step failed; the caller reports it and executes nothing more until a plan with `reset`.
+Owns model, pools and rows. Decides nothing: which tokens and which blocks is the plan's. An exception in `execute`
+means the step failed; the caller reports it and executes nothing more until a plan with `reset`.
 """
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class ModelRunner:
                 tokens, bad = self._sample(batch, logits)
             done_ns = time.monotonic_ns()
         column = self.builder.advance(batch, tokens)
-        return ModelRunnerOutput(plan.step, memoryview(np.ascontiguousarray(column, np.int32)).cast("B"),
-                                 memoryview(bad).cast("B") if bad.size else EMPTY, received_ns, prepared_ns, launched_ns,
-                                 done_ns, done_ns - prepared_ns)
+        return ModelRunnerOutput(plan.step, np.ascontiguousarray(column, np.int32).data.cast("B"),
+                                 bad.data.cast("B") if bad.size else EMPTY, received_ns, prepared_ns,
+                                 launched_ns, done_ns, done_ns - prepared_ns)
 
     def _forward(self, batch: Batch) -> Tensor | None:
         """Logits [L, V] of the rows to sample, or None when no row of the step is sampled."""

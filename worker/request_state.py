@@ -1,8 +1,8 @@
 """The worker's mirror of the running batch: the same rows as the core's, changed by the ops of each plan.
 
-One row per request: its tokens, block table, counters and sampling parameters, all numpy, all persistent; a step touches
-what changed. A MOVE copies a row over another, so rows stay dense and a decode step needs no indirection. Knows no tensors
-and no model. `apply` makes no check that the core makes: it trusts the plan.
+One row per request: its tokens, block table, counters and sampling parameters, all numpy, all persistent; a step
+touches what changed. A MOVE copies a row over another, so rows stay dense and a decode step needs no indirection. Knows
+no tensors and no model. `apply` makes no check that the core makes: it trusts the plan.
 """
 from __future__ import annotations
 

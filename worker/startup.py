@@ -1,4 +1,4 @@
-"""From options to a runner: device, threads, dtype, weights, backend, pool. Each "auto" is resolved here, with its reason."""
+"""From options to a runner: device, threads, dtype, weights, backend, pool. Each "auto" is resolved here."""
 from __future__ import annotations
 
 import logging
@@ -53,8 +53,8 @@ def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, d
     state = RequestState(1, num_tokens, block_size)
     plan = SchedulerOutput(1, 1, new=[NewRow(1, num_tokens, num_tokens, 0, pool.num_blocks, SamplingParams())],
                            new_tokens=memoryview(bytes(4 * num_tokens)),
-                           new_blocks=memoryview(np.arange(1, pool.num_blocks + 1, dtype=np.int32)).cast("B"),
-                           counts=memoryview(np.array([0, num_tokens], np.int32)).cast("B"))
+                           new_blocks=np.arange(1, pool.num_blocks + 1, dtype=np.int32).data.cast("B"),
+                           counts=np.array([0, num_tokens], np.int32).data.cast("B"))
     state.apply(plan)
     batch = BatchBuilder(state, num_tokens, device).build(plan)
 
@@ -66,7 +66,8 @@ def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, d
     return run
 
 
-def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[], None]) -> tuple[ModelRunner, WorkerReady]:
+def build_runner(config: WorkerProcess, starting: Starting,
+                 between: Callable[[], None]) -> tuple[ModelRunner, WorkerReady]:
     """Load everything. `between` is called between phases. Raises ConfigError with what to change."""
     device = resolve_device(config.device)
     threads = max(1, config.num_threads)
@@ -79,7 +80,7 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
     starting.begin("load weights")
     between()
     model = load_model(config.model.files, dtype=dtype_name, device=device, seed=config.model.seed,
-                       progress=starting.advance)
+                       progress=lambda fraction: starting.advance(min(fraction, 0.999)))
     num_bytes = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
     starting.end(f"{num_bytes / 2**20:.0f} MiB, {dtype_name}")
 
@@ -100,8 +101,10 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
     if cache.num_gpu_blocks_override is not None:
         num_blocks, text = cache.num_gpu_blocks_override, f"{cache.num_gpu_blocks_override} blocks, as asked"
     elif device == "cuda" and cache.kv_cache_memory is None:
-        step = largest_step(model, backend, size, dtype, min(config.max_num_batched_tokens, max_model_len), seats, device)
-        num_blocks, text = profile_num_blocks(step, block_bytes, device=device, utilization=cache.gpu_memory_utilization)
+        longest = min(config.max_num_batched_tokens, max_model_len)
+        step = largest_step(model, backend, size, dtype, longest, seats, device)
+        num_blocks, text = profile_num_blocks(step, block_bytes, device=device,
+                                              utilization=cache.gpu_memory_utilization)
         num_blocks = min(num_blocks, useful)
     else:
         num_blocks, text = cpu_num_blocks(block_bytes, kv_cache_memory=cache.kv_cache_memory,

@@ -83,8 +83,9 @@ def temp() -> Iterator[str]:
 
 def test_children_get_their_sections_and_thread_limits_and_all_ready_means_up(fakes: Fakes, temp: str) -> None:
     run = Run(fakes, temp, num_threads=3).up()
-    assert sorted(fakes.notes()) == ["engine_core configured CoreProcess OMP=1", "frontend configured FrontendProcess OMP=1",
-                                     "worker configured WorkerProcess OMP=3"]
+    assert sorted(fakes.notes()) == [
+        "engine_core configured CoreProcess OMP=1", "frontend configured FrontendProcess OMP=1",
+        "worker configured WorkerProcess OMP=3"]
     assert "Phase|worker 0|worker|think|1.0|0.25|thought" in run.lines
     assert "Ready|engine_core|detail of engine_core" in run.lines
     assert run.pids[0] == run.process.pid and len(run.pids) == 4

@@ -157,8 +157,17 @@ def test_the_candidate_shortcut_gives_the_thresholds_of_the_full_sort(candidates
     assert np.array_equal(filters.thresholds(*args, candidates=candidates), filters.thresholds(*args, candidates=width))
 
 
+@pytest.mark.parametrize("top_p, kept", [(0.4999, 1.0), (0.5, 1.0), (0.5001, 0.0)])
+def test_top_p_keeps_the_smallest_set_that_reaches_it_exactly(top_p: float, kept: float) -> None:
+    """The first token has exactly half of a total of 2 (given, so that no rounding decides)."""
+    x = torch.tensor([[1.0, 0.0, -1.0]])
+    limit = filters.thresholds(x, np.ones(1), np.ones(1), np.zeros(1, np.int64), np.array([top_p]), np.zeros(1),
+                               row_total=np.array([2.0]), candidates=2)
+    assert limit[0] == kept
+
+
 def test_a_flat_row_keeps_equal_logits_together() -> None:
-    """All ties: the shortcut cannot prove anything, top_k 5 keeps every token, and all of them are drawn."""
+    """All ties: top_k 5 keeps every token, and all of them are drawn."""
     rows = [{"top_k": 5, "seed": s} for s in range(300)]
     tokens = sample(torch.zeros(300, 3000), rows).tokens
     assert tokens.max() > 2900 and len(set(tokens.tolist())) > 250
@@ -251,6 +260,14 @@ def test_the_draw_at_the_ends_of_the_noise_never_takes_a_token_of_weight_zero(wi
     weights[:, max(0, width // 2 - 1)] = 0.3
     noise = np.array([2.0**-24, 1 - 2.0**-24], np.float32)
     assert draw(weights, noise).tolist() == [max(0, width // 2 - 1), width // 2]
+
+
+def test_the_draw_stays_inside_the_row_when_float32_sums_round_up() -> None:
+    """A chunk's float32 sum may exceed its running float64 sum; the largest noise then points behind the chunk."""
+    weights = torch.rand((5000, CHUNK), generator=torch.Generator().manual_seed(9))
+    weights[:, CHUNK // 2 :] = 0.0
+    tokens = draw(weights, np.full(5000, 1 - 2.0**-24, np.float32))
+    assert tokens.max() < CHUNK // 2
 
 
 def test_an_empty_step_gives_no_tokens() -> None:

@@ -4,8 +4,8 @@ All three keep a set of the largest logits, so the set is {x >= threshold}. That
 sort orders equal logits (equal logits are kept or dropped together) and of whatever else is in the batch: every number
 of a row is computed from that row alone, in an order that depends on the row alone.
 
-Thresholds are found among the CANDIDATES largest logits, which nearly always hold the whole set; a row for which that
-cannot be proved is done again over the full vocabulary. Does not know about temperature 0, masks or noise.
+Thresholds are found among the CANDIDATES largest logits, which nearly always suffice; a row for which that cannot be
+proved is done again over the full vocabulary. Does not know about temperature 0, masks or noise.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _among_largest(
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """(thresholds, proved exact) from the `count` largest logits of each row.
 
-    Exact means that all tokens at or above the threshold are among them: the threshold lies strictly above the
-    smallest one, or they are the whole row.
+    Exact means that nothing below them could have moved the threshold. Equal logits beyond the candidates do not
+    matter: they are kept or dropped by value.
     """
     width = logits.shape[1]
     values = largest_values(logits, count)  # [n, count], descending
@@ -99,8 +99,6 @@ def _among_largest(
         exact &= ~active_p | (crossing < count)
         last = np.take_along_axis(values, np.minimum(crossing, count - 1)[:, None], axis=1)[:, 0]
         limits = np.where(active_p, np.maximum(limits, last), limits)
-    if count < width:
-        exact &= limits > smallest
     return limits.astype(np.float32), exact
 
 

@@ -1,0 +1,52 @@
+"""Why is my request waiting: the state of one request and the one reason, with its numbers."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine_core.request import Request
+
+if TYPE_CHECKING:
+    from engine_core.scheduler import Scheduler
+
+
+def explain(scheduler: Scheduler, request: Request) -> dict[str, Any]:
+    """State, reason and token accounts of a live request."""
+    rows, row = scheduler.rows, request.row
+    running = row >= 0
+    computed = int(rows.computed[row]) if running else request.num_swapped_tokens
+    known = int(rows.known[row]) if running else request.num_known_tokens
+    return {"state": request.status.name.lower(), "reason": _reason(scheduler, request),
+            "num_prompt_tokens": request.num_prompt_tokens, "num_output_tokens": known - request.num_prompt_tokens,
+            "num_computed_tokens": computed, "num_blocks": len(request.blocks),
+            "num_cached_tokens": request.num_cached_tokens, "num_reused_tokens": request.num_reused_tokens,
+            "num_recomputed_tokens": request.num_recomputed_tokens, "num_swapped_tokens": request.num_swapped_tokens,
+            "num_preemptions": request.num_preemptions, "max_tokens": request.max_total_tokens - request.num_prompt_tokens}
+
+
+def _reason(scheduler: Scheduler, request: Request) -> str:
+    rows, blocks, config = scheduler.rows, scheduler.blocks, scheduler.config
+    if request.row >= 0:
+        left = int(rows.length[request.row] - rows.planned[request.row])
+        if scheduler.suspects and request not in scheduler.suspects[:1]:
+            return f"waits while {len(scheduler.suspects)} requests of a failed step replay alone"
+        return f"in mid-prompt, {left} tokens to compute" if request in scheduler.prefilling else "computes one token a step"
+    if request.num_in_flight:
+        return "preempted; its newest token is still being computed"
+    ahead = 0
+    for other in scheduler.waiting:
+        if other is request:
+            break
+        ahead += 1
+    if ahead and config.policy != "lpm":
+        return f"{ahead} waiting requests rank ahead of it"
+    if scheduler.suspects:
+        return f"{len(scheduler.suspects)} requests of a failed step replay alone first"
+    if rows.n >= rows.seats:
+        return f"all {rows.seats} seats are taken (--max-num-seqs, --max-num-batched-tokens)"
+    hits = scheduler.cached_tokens(request)
+    computed = max(hits, request.num_swapped_tokens)
+    count = scheduler.chunk(request.num_known_tokens - computed, config.max_num_batched_tokens)
+    needs = blocks.blocks_for(computed + count) - hits // blocks.block_size
+    if needs > blocks.num_free:
+        return f"needs {needs} blocks, {blocks.num_free} are free, {ahead} requests ahead"
+    return f"next in line for the token budget of {config.max_num_batched_tokens} a step, {ahead} requests ahead"

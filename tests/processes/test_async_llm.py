@@ -1,0 +1,428 @@
+"""AsyncLLM and LLM on real processes: every way in, every way out of a request. How engines end is test_lifetimes.py."""
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend import LLM, AsyncLLM, SamplingParams
+from frontend.outputs import OutputKind, RequestOutput
+from ipc.errors import ConfigError, EngineDeadError, RequestError
+from tests.conftest import RunningEngine
+from tests.processes.tools import (LoopThread, assert_nothing_left, run_dirs, run_script, survivors, wait_idle,
+                                   wait_until)
+from tests.tiny_model import MAX_MODEL_LEN, VOCAB
+
+pytestmark = pytest.mark.timeout(90)
+
+ENDLESS = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
+
+
+def greedy(max_tokens: int = 12, **changes: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **changes)
+
+
+async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, kind: OutputKind = "cumulative",
+                  **options: Any) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, params, output_kind=kind, **options)]
+
+
+async def finish(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> RequestOutput:
+    [output] = await collect(llm, prompt, params, "final")
+    return output
+
+
+# ---------------------------------------------------------------- one request
+
+def test_text_ids_and_packed_ids_are_the_same_prompt(engine: RunningEngine) -> None:
+    async def run() -> None:
+        text = "The tokens of the day"
+        packed = engine.llm.tokenizer.encode(text, True)
+        ids = memoryview(packed).cast("i").tolist()
+        assert len(ids) < len(text)                     # merges were applied
+        first, *others = [await finish(engine.llm, prompt, greedy()) for prompt in (text, ids, packed)]
+        assert first.prompt_token_ids == ids and first.prompt == text and len(first.outputs[0].token_ids) == 12
+        assert [other.outputs[0] for other in others] == [first.outputs[0]] * 2
+    engine.loop.run(run())
+
+
+def test_deltas_joined_equal_the_cumulative_and_the_final_text(engine: RunningEngine) -> None:
+    async def run() -> None:
+        params = SamplingParams(temperature=3.0, seed=5, max_tokens=40, ignore_eos=True)       # any bytes at all
+        deltas, cumulative, final = [await collect(engine.llm, "Tell", params, kind)
+                                     for kind in ("delta", "cumulative", "final")]
+        whole = final[0].outputs[0]
+        assert whole.text == engine.llm.tokenizer.decode(whole.token_ids) and len(whole.token_ids) == 40
+        assert "".join(output.outputs[0].text for output in deltas) == whole.text
+        assert sum((output.outputs[0].token_ids for output in deltas), []) == whole.token_ids
+        for output in cumulative:
+            assert whole.text.startswith(output.outputs[0].text)
+        assert cumulative[-1].outputs == final[0].outputs
+        assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True]
+    engine.loop.run(run())
+
+
+def test_a_stop_string_ends_the_text_before_it_and_the_engine_forgets_the_rest(engine: RunningEngine) -> None:
+    async def run() -> None:
+        text = (await finish(engine.llm, "Stop", greedy(40))).outputs[0].text
+        stop = text[9:13]
+        outputs = await collect(engine.llm, "Stop", greedy(40, stop=[stop, "never"]), "delta")
+        streamed = "".join(output.outputs[0].text for output in outputs)
+        assert streamed == text[:text.index(stop)]
+        assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("stop", stop)
+        assert outputs[-1].usage_completion_tokens < 40
+        await wait_idle(engine.llm)
+    engine.loop.run(run())
+
+
+def test_a_stop_token_ends_the_request(engine: RunningEngine) -> None:
+    async def run() -> None:
+        ids = (await finish(engine.llm, "Halt", greedy())).outputs[0].token_ids
+        index = ids.index(ids[5])
+        output = (await finish(engine.llm, "Halt", greedy(stop_token_ids=[ids[5]]))).outputs[0]
+        assert output.token_ids == ids[:index + 1]
+        assert (output.finish_reason, output.stop_reason) == ("stop", ids[5])
+        assert output.text == engine.llm.tokenizer.decode(ids[:index])
+    engine.loop.run(run())
+
+
+def test_choices_of_a_request_differ_and_a_seed_repeats_them(engine: RunningEngine) -> None:
+    async def run() -> None:
+        params = SamplingParams(n=3, seed=11, max_tokens=10, ignore_eos=True)
+        first, second = [await finish(engine.llm, "Choose", params) for _ in range(2)]
+        texts = [choice.text for choice in first.outputs]
+        assert [choice.index for choice in first.outputs] == [0, 1, 2] and len(set(texts)) == 3
+        assert [choice.text for choice in second.outputs] == texts
+        assert first.usage_completion_tokens == 30
+        alone = await finish(engine.llm, "Choose", params.replace(n=1))
+        assert alone.outputs[0].text == texts[0]
+        other = await finish(engine.llm, "Choose", params.replace(seed=12, n=1))
+        assert other.outputs[0].text not in texts
+    engine.loop.run(run())
+
+
+def test_a_repeated_prompt_is_served_from_the_cache_with_the_same_answer(engine: RunningEngine) -> None:
+    async def run() -> None:
+        prompt = "The same prompt, long enough for some blocks of sixteen tokens each."
+        await engine.llm.reset_prefix_cache()
+        first, second = [await finish(engine.llm, prompt, greedy()) for _ in range(2)]
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, (len(first.prompt_token_ids) - 1) // 16 * 16)
+        assert second.num_cached_tokens >= 16 and second.outputs == first.outputs
+        await engine.llm.reset_prefix_cache()
+        assert (await finish(engine.llm, prompt, greedy())).num_cached_tokens == 0
+    engine.loop.run(run())
+
+
+def test_a_conversation_goes_through_the_models_template(engine: RunningEngine) -> None:
+    async def run() -> None:
+        messages = [{"role": "user", "content": "Hello"}]
+        rendered = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        outputs = [output async for output in engine.llm.chat(messages, greedy(), output_kind="final")]
+        assert outputs[0].prompt_token_ids == memoryview(engine.llm.tokenizer.encode(rendered, False)).cast("i").tolist()
+        assert outputs[0].prompt_token_ids[0] == 298
+    engine.loop.run(run())
+
+
+def test_seeded_sampling_gives_the_same_tokens_alone_and_in_a_batch(engine: RunningEngine) -> None:
+    """On the reference backend, on which the session's engine runs."""
+    async def run() -> None:
+        requests = [(f"Request {index} " + "and more " * index, SamplingParams(
+            temperature=1.0, top_p=0.95, top_k=50 * (index % 2), min_p=0.01, seed=index, max_tokens=16, ignore_eos=True))
+            for index in range(6)]
+        alone = []
+        for prompt, params in requests:
+            await engine.llm.reset_prefix_cache()
+            alone.append((await finish(engine.llm, prompt, params)).outputs[0].token_ids)
+        await engine.llm.reset_prefix_cache()
+        together = await asyncio.gather(*(finish(engine.llm, prompt, params) for prompt, params in requests))
+        assert [output.outputs[0].token_ids for output in together] == alone
+        assert len({tuple(tokens) for tokens in alone}) == 6
+    engine.loop.run(run())
+
+
+# ---------------------------------------------------------------- what cannot be
+
+@pytest.mark.parametrize("prompt, params, text", [
+    ([1] * MAX_MODEL_LEN, greedy(), rf"{MAX_MODEL_LEN}.*max_model_len is {MAX_MODEL_LEN}"),
+    ([1] * (MAX_MODEL_LEN + 88), greedy(), rf"{MAX_MODEL_LEN + 88}.*{MAX_MODEL_LEN}"),
+    ("", greedy(), "prompt"),
+    ([], greedy(), "prompt"),
+    ([VOCAB], greedy(), f"{VOCAB}; token ids are 0 to {VOCAB - 1}"),
+    ([-1], greedy(), "-1"),
+    ([True], greedy(), "True"),
+    (7, greedy(), "int"),
+    (b"123", greedy(), "int32"),
+    (b"\xff\xff\xff\x7f", greedy(), str(VOCAB - 1)),
+    ("x", greedy(stop_token_ids=[VOCAB]), f"stop_token_ids contains {VOCAB}"),
+])
+def test_a_request_that_cannot_be_served_is_refused_alone(engine: RunningEngine, prompt: Any, params: SamplingParams,
+                                                          text: str) -> None:
+    async def run() -> None:
+        with pytest.raises(RequestError, match=text):
+            await finish(engine.llm, prompt, params)
+        await wait_idle(engine.llm)
+    engine.loop.run(run())
+
+
+def test_bad_options_are_refused_before_anything_starts(temp: str, tiny_model: str) -> None:
+    async def start(**options: Any) -> None:
+        async with AsyncLLM(tiny_model, **options):
+            raise AssertionError("it started")
+
+    for options, text in ((dict(max_num_seq=3), "unknown option 'max_num_seq'"), (dict(block_size=0), "block-size"),
+                          (dict(max_num_seqs="many"), "max_num_seqs"), (dict(preemption_mode="swap"), "swap-space")):
+        with pytest.raises(ConfigError, match=text):
+            asyncio.run(start(**options))
+    with pytest.raises(ConfigError, match="needs a model"):
+        AsyncLLM()
+    assert survivors(temp) == {}
+
+
+def test_a_start_that_fails_says_why_and_leaves_nothing(temp: str, tiny_model: str) -> None:
+    async def start() -> None:
+        async with AsyncLLM(tiny_model, max_model_len=MAX_MODEL_LEN + 1):
+            raise AssertionError("it started")
+
+    with pytest.raises(EngineDeadError, match=f"max-model-len is {MAX_MODEL_LEN + 1}; the model's limit is"):
+        asyncio.run(start())
+    assert_nothing_left(temp)
+
+
+def test_an_engine_that_is_not_running_refuses_calls(tiny_model: str) -> None:
+    llm = AsyncLLM(tiny_model)
+    with pytest.raises(EngineDeadError, match="async with"):
+        asyncio.run(finish(llm, "x", greedy()))
+    asyncio.run(llm.close())
+
+
+# ---------------------------------------------------------------- leaving early
+
+def test_leaving_the_iterator_aborts_the_request_and_frees_its_blocks(engine: RunningEngine) -> None:
+    async def run() -> None:
+        stream = engine.llm.generate("Go on", ENDLESS)
+        await anext(stream)
+        assert (await engine.llm.stats())["num_running"] == 1
+        await stream.aclose()
+        stats = await engine.llm.stats()                # behind the abort on the same socket
+        assert (stats["num_running"], stats["num_free_blocks"]) == (0, stats["num_blocks"])
+        await wait_idle(engine.llm)
+    engine.loop.run(run())
+
+
+def test_cancelling_the_task_aborts_all_choices(engine: RunningEngine) -> None:
+    async def run() -> None:
+        task = asyncio.create_task(finish(engine.llm, "Go on", ENDLESS.replace(n=4, temperature=1.0)))
+        while (await engine.llm.stats())["num_running"] < 4:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        stats = await engine.llm.stats()
+        assert (stats["num_running"], stats["num_waiting"], stats["num_free_blocks"]) == (0, 0, stats["num_blocks"])
+        await wait_idle(engine.llm)
+    engine.loop.run(run())
+
+
+def test_a_dropped_iterator_is_aborted_too(engine: RunningEngine) -> None:
+    async def leave() -> None:
+        async for _ in engine.llm.generate("Go on", ENDLESS):
+            break
+
+    async def run() -> None:
+        await leave()
+        gc.collect()
+        await wait_idle(engine.llm)
+    engine.loop.run(run())
+
+
+def test_many_requests_come_and_go_and_each_is_answered_or_freed(engine: RunningEngine) -> None:
+    async def one(index: int) -> int:
+        num_pieces = 0
+        async for output in engine.llm.generate([index % VOCAB] * (1 + index % 40), greedy(1 + index % 9), output_kind="delta"):
+            num_pieces += 1
+            if index % 3 == 0 and num_pieces == 2:
+                break
+        return output.usage_completion_tokens
+
+    async def run() -> None:
+        counts = await asyncio.gather(*(one(index) for index in range(120)))
+        assert [count for index, count in enumerate(counts) if index % 3] == [
+            1 + index % 9 for index in range(120) if index % 3]
+        gc.collect()
+        await wait_idle(engine.llm)
+    engine.loop.run(run())
+
+
+# ---------------------------------------------------------------- where it is called from
+
+SCRIPT = '''
+import asyncio
+from frontend import AsyncLLM, SamplingParams
+
+async def main():
+    async with AsyncLLM(model={model!r}, num_gpu_blocks_override=64) as llm:
+        async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)):
+            pass
+        print(output.outputs[0].token_ids, output.finished)
+
+asyncio.run(main())
+'''
+
+
+def test_a_script_without_a_main_guard_beside_folders_with_our_names(engine: RunningEngine, tiny_model: str, temp: str,
+                                                                     tmp_path: Path) -> None:
+    """The folders are in the working directory, not beside the script: children must not import from there."""
+    for name in ("worker", "frontend", "ipc", "engine_core"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported from the working directory')")
+        (tmp_path / name / "main.py").write_text("raise SystemExit('imported from the working directory')")
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "user.py").write_text(SCRIPT.format(model=tiny_model))
+    result = run_script(scripts / "user.py", temp, cwd=tmp_path)
+    alone = engine.loop.run(finish(engine.llm, "The capital of France is", SamplingParams(max_tokens=8, temperature=0)))
+    assert (result.returncode, result.stdout) == (0, f"{alone.outputs[0].token_ids} True\n"), result.stderr
+    assert_nothing_left(temp)
+
+
+@pytest.mark.parametrize("name", ["ipc", "worker", "engine_core", "frontend"])
+def test_a_folder_that_hides_one_of_ours_is_named(name: str, tmp_path: Path, temp: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    script = tmp_path / "user.py"
+    script.write_text("import frontend.main" if name == "frontend" else "import frontend")
+    result = run_script(script, temp)
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    if name == "frontend":                              # it is theirs: nothing of ours runs
+        assert "No module named 'frontend.main'" in last
+    else:
+        assert last.startswith(f"ImportError: package '{name}' is found at {tmp_path / name}")
+
+
+def test_two_engines_at_once_one_in_a_notebooks_loop_one_in_a_coroutine(tiny_model: str, temp: str) -> None:
+    """The second is closed while its requests run; the first does not notice."""
+    loop = LoopThread()                                 # a notebook's: it runs before, during and after
+    try:
+        first = AsyncLLM(tiny_model, num_gpu_blocks_override=64)
+        loop.run(first.start())
+
+        async def run() -> None:
+            second = await AsyncLLM(tiny_model, num_gpu_blocks_override=64).start()
+            assert set(first.pids).isdisjoint(second.pids) and len(run_dirs(temp)) == 2
+            streams = [second.generate("Go on", ENDLESS) for _ in range(3)]
+            for stream in streams:
+                await anext(stream)
+            waiting = asyncio.create_task(second.stats())
+            await asyncio.sleep(0)
+            await second.close()
+            assert not set(second.pids) & set(survivors(temp)) and len(run_dirs(temp)) == 1
+            for stream in streams:
+                with pytest.raises(EngineDeadError, match="closed"):
+                    while True:
+                        await anext(stream)
+            with pytest.raises(EngineDeadError, match="closed"):
+                await waiting
+            with pytest.raises(EngineDeadError, match="not running"):
+                await finish(second, "x", greedy())
+            assert second.status()["dead"] and second.status()["reason"] == "not running"
+            await second.close()
+
+        asyncio.run(run())
+        assert len(loop.run(finish(first, "Still here", greedy())).outputs[0].token_ids) == 12
+        loop.run(wait_idle(first))
+        loop.run(first.close())
+    finally:
+        loop.close()
+    assert_nothing_left(temp)
+
+
+def test_cancelling_the_start_leaves_nothing(tiny_model: str, temp: str) -> None:
+    async def run() -> None:
+        starting = asyncio.create_task(AsyncLLM(tiny_model).start())
+        while not survivors(temp):
+            await asyncio.sleep(0.005)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert survivors(temp) == {}
+    asyncio.run(run())
+    assert_nothing_left(temp)
+
+
+# ---------------------------------------------------------------- LLM
+
+@pytest.fixture(scope="module")
+def offline(tiny_model: str) -> Iterator[LLM]:
+    """An LLM whose thread of birth is gone: the kernel's death signal follows the thread that spawned a process."""
+    born: list[LLM] = []
+    thread = threading.Thread(target=lambda: born.append(LLM(tiny_model, num_gpu_blocks_override=128, max_num_seqs=4)))
+    thread.start()
+    thread.join(60)
+    [llm] = born
+    yield llm
+    pids = llm._llm.pids
+    llm.close()
+    llm.close()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 4)
+
+
+def test_a_list_of_prompts_is_answered_in_its_order(offline: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = [f"Prompt {index} " * (index + 1) for index in range(9)]
+    params = [greedy(20 - 2 * index) for index in range(9)]            # the last ones finish first
+    outputs = offline.generate(prompts, params)
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [20 - 2 * index for index in range(9)]
+    assert "9/9" in capfd.readouterr().err                             # the progress bar
+    assert [offline.generate(prompt, one, use_tqdm=False)[0].outputs for prompt, one in zip(prompts, params)] == [
+        output.outputs for output in outputs]
+    assert capfd.readouterr().err == ""
+    assert offline.stats()["num_running"] == 0
+
+
+def test_it_works_inside_a_running_loop(offline: LLM) -> None:
+    async def cell() -> list[int]:
+        return offline.generate([[5, 6, 7]], greedy(), use_tqdm=False)[0].outputs[0].token_ids
+    assert asyncio.run(cell()) == offline.generate([5, 6, 7], greedy(), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_it_chats(offline: LLM) -> None:
+    conversation = [{"role": "user", "content": "Hi"}]
+    one, = offline.chat(conversation, greedy(), use_tqdm=False)
+    assert [output.outputs for output in offline.chat([conversation] * 2, greedy(), use_tqdm=False)] == [one.outputs] * 2
+
+
+def test_a_refused_prompt_is_named_and_the_others_are_aborted(offline: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt 2: .*600"):
+        offline.generate(["a", "b", [1] * 600, "d"], ENDLESS, use_tqdm=False)
+    wait_until(lambda: offline.stats()["num_running"] == 0)
+    stats = offline.stats()
+    assert stats["num_free_blocks"] == stats["num_blocks"] == 128
+    with pytest.raises(RequestError, match="2 prompts but 1 sampling_params"):
+        offline.generate(["a", "b"], [greedy()])
+    with pytest.raises(RequestError, match="n is 0"):
+        SamplingParams(n=0)
+
+
+def test_a_start_that_fails_leaves_no_thread(temp: str, tiny_model: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="block-size"):
+        LLM(tiny_model, block_size=0)
+    assert threading.active_count() <= before
+
+
+def test_a_script_that_forgets_to_close_ends_cleanly(tiny_model: str, temp: str, tmp_path: Path) -> None:
+    script = tmp_path / "user.py"
+    script.write_text("from frontend import LLM, SamplingParams\n"
+                      f"llm = LLM({tiny_model!r}, num_gpu_blocks_override=64)\n"
+                      "print(len(llm.generate('Hi', SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))\n")
+    result = run_script(script, temp)
+    assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr
+    assert "Traceback" not in result.stderr and "Exception" not in result.stderr
+    assert_nothing_left(temp)

@@ -1,0 +1,170 @@
+"""Sums of four byte products into int32 lanes, in the three forms of features.DOT_FORMS, and the tile kernels on top:
+R rows of activations times 32 outputs, for weights in every packed format.
+
+    acc[row, output] over one block of 32 k:   int8 formats, 8 byte dots, exact in int32
+    total[row, output] += acc * (weight scale * activation scale)      one float step a block, always in block order
+
+All variants (1 to 6 rows) do the same float operations in the same order for a given row and output, so which variant
+computes a row changes no bit of it. Register use at 6 rows x 2 vectors: 12 int + 12 float accumulators of 32.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from worker.jit import features
+from worker.jit.vector import (F32, HALF, I8, I16, I32, I64, LANES, VF, VI, call, constant, fma, make, offset, read,
+                               read_bf16, spread, write)
+
+TILE = 32                                   # outputs of one tile: two vectors
+BLOCK = 32                                  # k per scale
+# Columns of the activations' side table, one row of [4, K / 32] per activation row (worker/jit/quantize.py):
+# scale, -128 * sum, -8 * sum (int32 bits), scale * sum.
+SIDE_SCALE, SIDE_INT8, SIDE_INT4, SIDE_MIN, SIDE_COLUMNS = 0, 1, 2, 3, 4
+# Packed formats; the numbers are those of worker/linear/formats.py.
+F32_WEIGHTS, BF16_WEIGHTS, INT8, INT4, INT4_MIN = 0, 1, 2, 3, 4
+
+
+def dot4(builder: Any, form: str, acc: Any, unsigned: Any, signed: Any) -> Any:
+    """acc + sum of the four products of each lane's bytes; unsigned and signed are VI holding bytes."""
+    if form == "vnni512":
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", VI, [acc, unsigned, signed])
+    # Bytes 0 and 2 of a lane, then 1 and 3, widened in place to int16; their products are summed in pairs, exactly.
+    wide, eight = ir.VectorType(I16, 2 * LANES), constant(ir.VectorType(I16, 2 * LANES), 8)
+    u, s = builder.bitcast(unsigned, wide), builder.bitcast(signed, wide)
+    even = _pairs(builder, form, builder.lshr(builder.shl(u, eight), eight), builder.ashr(builder.shl(s, eight), eight))
+    odd = _pairs(builder, form, builder.lshr(u, eight), builder.ashr(s, eight))
+    return builder.add(acc, builder.add(even, odd))
+
+
+def _pairs(builder: Any, form: str, x: Any, y: Any) -> Any:
+    """32 int16 products -> 16 int32 sums of neighbours."""
+    def part(value: Any, indices: list[int]) -> Any:
+        return builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(I32, len(indices)), indices))
+    if form == "avx2":
+        half = ir.VectorType(I32, 8)
+        sums = [call(builder, "llvm.x86.avx2.pmadd.wd", half, [part(x, lanes), part(y, lanes)])
+                for lanes in (list(range(16)), list(range(16, 32)))]
+        return builder.shuffle_vector(sums[0], sums[1], ir.Constant(VI, list(range(16))))
+    products = [builder.mul(builder.sext(part(x, lanes), VI), builder.sext(part(y, lanes), VI))
+                for lanes in (list(range(0, 32, 2)), list(range(1, 32, 2)))]
+    return builder.add(products[0], products[1])
+
+
+def make_int_tile(kind: int, rows: int, form: str) -> Any:
+    """tile(x, ldx, side, ld_side, w, scales, minima, num_blocks, out, ld_out): all intp.
+
+    x int8, a row every ldx bytes; side as SIDE_*, a row every ld_side bytes; w the tile's packed weights (see
+    worker/linear/pack.py), scales and minima float16 [num_blocks, 32]; out float32, a row every ld_out bytes.
+    """
+    def generate(b: Any, x: Any, ldx: Any, side: Any, ld_side: Any, w: Any, scales: Any, minima: Any, num_blocks: Any,
+                 out: Any, ld_out: Any) -> None:
+        cells = [[_float_cell(b) for _ in range(2)] for _ in range(rows)]
+        column = b.mul(num_blocks, constant(I64, 4))
+        x_rows = [b.add(x, b.mul(ldx, constant(I64, m))) for m in range(rows)]
+        side_rows = [b.add(side, b.mul(ld_side, constant(I64, m))) for m in range(rows)]
+        weight_bytes = TILE * BLOCK if kind == INT8 else TILE * BLOCK // 2
+        with cgutils.for_range(b, num_blocks, intp=I64) as loop:
+            k = loop.index
+            at_w, at_x = b.add(w, b.mul(k, constant(I64, weight_bytes))), b.mul(k, constant(I64, BLOCK))
+            at_side = b.mul(k, constant(I64, 4))
+
+            def side_value(m: int, which: int, scalar: Any) -> Any:
+                address = b.add(b.add(side_rows[m], b.mul(column, constant(I64, which))), at_side)
+                return spread(b, read(b, address, scalar, 4), ir.VectorType(scalar, LANES))
+
+            if kind == INT4_MIN:
+                start = [[constant(VI, 0)] * 2 for _ in range(rows)]
+            else:
+                firsts = [side_value(m, SIDE_INT8 if kind == INT8 else SIDE_INT4, I32) for m in range(rows)]
+                start = [[first, first] for first in firsts]
+            acc = start
+            for q in range(8):
+                weights = [_quad(b, kind, at_w, q, v) for v in range(2)]
+                for m in range(rows):
+                    four = read(b, offset(b, b.add(x_rows[m], at_x), 4 * q), I32)
+                    signed = spread(b, four, VI)
+                    acc[m] = [dot4(b, form, acc[m][v], weights[v], signed) for v in range(2)]
+            half_block = b.mul(k, constant(I64, 2 * TILE))
+            factors = [_halves(b, offset(b, b.add(scales, half_block), 2 * LANES * v)) for v in range(2)]
+            lows = [_halves(b, offset(b, b.add(minima, half_block), 2 * LANES * v)) for v in range(2)] \
+                if kind == INT4_MIN else []
+            for m in range(rows):
+                scale = side_value(m, SIDE_SCALE, F32)
+                low = side_value(m, SIDE_MIN, F32) if kind == INT4_MIN else None
+                for v in range(2):
+                    total = fma(b, b.sitofp(acc[m][v], VF), b.fmul(factors[v], scale), b.load(cells[m][v]))
+                    if low is not None:
+                        total = fma(b, lows[v], low, total)
+                    b.store(total, cells[m][v])
+        _store_tile(b, cells, out, ld_out)
+    return make(types.void, (types.intp,) * 10, generate)
+
+
+def _quad(b: Any, kind: int, at_w: Any, q: int, v: int) -> Any:
+    """Four k of sixteen outputs as unsigned bytes. int4 keeps quads 0-3 in the low halves, 4-7 in the high ones."""
+    if kind == INT8:
+        return read(b, offset(b, at_w, 128 * q + 64 * v), VI)
+    packed = read(b, offset(b, at_w, 128 * (q % 4) + 64 * v), VI)
+    if q >= 4:
+        packed = b.lshr(packed, constant(VI, 4))
+    return b.and_(packed, constant(VI, 0x0F0F0F0F))
+
+
+def _halves(b: Any, address: Any) -> Any:
+    return b.fpext(read(b, address, ir.VectorType(HALF, LANES), 2), VF)
+
+
+def make_float_tile(kind: int, rows: int) -> Any:
+    """tile(x, ldx, w, num_k, out, ld_out): x float32, a row every ldx bytes; w [num_k, 32] float32 or bfloat16. One
+    chain of multiply-adds per row and output, in order of k."""
+    def generate(b: Any, x: Any, ldx: Any, w: Any, num_k: Any, out: Any, ld_out: Any) -> None:
+        cells = [[_float_cell(b) for _ in range(2)] for _ in range(rows)]
+        x_rows = [b.add(x, b.mul(ldx, constant(I64, m))) for m in range(rows)]
+        size = 4 if kind == F32_WEIGHTS else 2
+        unroll = 4                          # K is a multiple of 32
+        with cgutils.for_range(b, b.udiv(num_k, constant(I64, unroll)), intp=I64) as loop:
+            at_w = b.add(w, b.mul(loop.index, constant(I64, unroll * TILE * size)))
+            at_x = b.mul(loop.index, constant(I64, unroll * 4))
+            totals = [[b.load(cell) for cell in row] for row in cells]
+            for u in range(unroll):
+                weights = []
+                for v in range(2):
+                    address = offset(b, at_w, (u * TILE + v * LANES) * size)
+                    weights.append(read(b, address, VF, 4) if kind == F32_WEIGHTS else read_bf16(b, address))
+                for m in range(rows):
+                    value = spread(b, read(b, offset(b, b.add(x_rows[m], at_x), 4 * u), F32, 4), VF)
+                    totals[m] = [fma(b, weights[v], value, totals[m][v]) for v in range(2)]
+            for m in range(rows):
+                for v in range(2):
+                    b.store(totals[m][v], cells[m][v])
+        _store_tile(b, cells, out, ld_out)
+    return make(types.void, (types.intp,) * 6, generate)
+
+
+def _float_cell(b: Any) -> Any:
+    cell = cgutils.alloca_once(b, VF)
+    b.store(constant(VF, 0.0), cell)
+    return cell
+
+
+def _store_tile(b: Any, cells: list[list[Any]], out: Any, ld_out: Any) -> None:
+    for m, row in enumerate(cells):
+        for v, cell in enumerate(row):
+            write(b, offset(b, b.add(out, b.mul(ld_out, constant(I64, m))), 64 * v), b.load(cell), 4)
+
+
+def int_tiles(kind: int, form: str | None = None) -> dict[int, Callable[..., None]]:
+    """Tile kernels by number of rows."""
+    return {rows: make_int_tile(kind, rows, form or features.dot_form()) for rows in (1, 2, 3, 4, 6)}
+
+
+def float_tiles(kind: int) -> dict[int, Callable[..., None]]:
+    return {rows: make_float_tile(kind, rows) for rows in (1, 2, 4, 8, 12)}
+
+
+_ = I8

@@ -1,0 +1,268 @@
+"""The vocabulary of the kernels: raw addresses, vectors of sixteen lanes, atomics.
+
+A kernel sees memory as integers: base + byte offset. That keeps its signature plain (one compiled form for every model)
+and lets one list of operations point at any tensor. Vectors are first-class values of 16 float32 or 16 int32; LLVM maps
+them to one AVX-512 register, two of AVX2 or four of NEON, so a kernel is written once.
+
+Every float operation here is exactly one IEEE operation in the order written (no fast-math): a row's result then does
+not depend on which kernel variant or which batch computed it.
+"""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import config
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+from worker.jit import features
+
+LANES = 16
+config.CACHE_DIR = str(features.cache_folder())
+
+# A function that kernels call; compiled as part of its caller, which is the one that is cached.
+device = njit(nogil=True, error_model="numpy")
+# A function that Python calls: compiled once per machine.
+entry = njit(nogil=True, error_model="numpy", cache=True)
+
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, HALF = ir.FloatType(), ir.HalfType()
+VF, VI = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+class Vector(types.Type):
+    """Sixteen float32 or int32 lanes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+
+
+class F32x16Type(Vector):
+    def __init__(self) -> None:
+        super().__init__("f32x16")
+
+
+class I32x16Type(Vector):
+    def __init__(self) -> None:
+        super().__init__("i32x16")
+
+
+f32x16, i32x16 = F32x16Type(), I32x16Type()
+_ADDRESS, _F32, _I32 = types.intp, types.float32, types.int32
+
+
+@register_model(F32x16Type)
+class _F32x16Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, VF)
+
+
+@register_model(I32x16Type)
+class _I32x16Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, VI)
+
+
+# ------------------------------------------------------------------ building blocks for code generators
+
+
+def pointer(builder: Any, address: Any, kind: Any) -> Any:
+    """An address as a pointer to `kind`."""
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def read(builder: Any, address: Any, kind: Any, align: int = 1) -> Any:
+    return builder.load(pointer(builder, address, kind), align=align)
+
+
+def write(builder: Any, address: Any, value: Any, align: int = 1) -> None:
+    builder.store(value, pointer(builder, address, value.type), align=align)
+
+
+def offset(builder: Any, address: Any, by: Any) -> Any:
+    return builder.add(address, by if not isinstance(by, int) else ir.Constant(I64, by))
+
+
+def spread(builder: Any, value: Any, kind: Any) -> Any:
+    """A scalar in every lane."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined),
+                                  ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count))
+
+
+def call(builder: Any, name: str, kind: Any, args: Sequence[Any]) -> Any:
+    """An LLVM intrinsic by its full name."""
+    function = builder.module.declare_intrinsic(name, (), ir.FunctionType(kind, [arg.type for arg in args]))
+    return builder.call(function, args)
+
+
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return call(builder, "llvm.fma.v16f32", VF, [a, b, c])
+
+
+def constant(kind: Any, value: Any) -> Any:
+    return ir.Constant(kind, [value] * kind.count) if isinstance(kind, ir.VectorType) else ir.Constant(kind, value)
+
+
+def read_bf16(builder: Any, address: Any) -> Any:
+    """Sixteen bfloat16 as float32: the upper halves."""
+    halves = read(builder, address, ir.VectorType(I16, LANES), 2)
+    wide = builder.shl(builder.zext(halves, VI), constant(VI, 16))
+    return builder.bitcast(wide, VF)
+
+
+def make(result: Any, params: Sequence[Any], generate: Callable[..., Any]) -> Any:
+    """An operation that numba code can call. generate(builder, *values) emits it."""
+    def typed(context: Any, *args: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value = generate(builder, *args)
+            return context.get_dummy_value() if result is types.void else value
+        return result(*params), codegen
+    # numba reads the number of parameters off the signature.
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    names = ["context", *(f"a{i}" for i in range(len(params)))]
+    typed.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return intrinsic(typed)
+
+
+# ------------------------------------------------------------------ scalars in memory, addressed by (base, index)
+
+
+def _indexed(kind: Any, size: int) -> tuple[Any, Any]:
+    def load(builder: Any, base: Any, index: Any) -> Any:
+        return read(builder, builder.add(base, builder.mul(index, constant(I64, size))), kind, size)
+
+    def store(builder: Any, base: Any, index: Any, value: Any) -> None:
+        write(builder, builder.add(base, builder.mul(index, constant(I64, size))), value, size)
+    return load, store
+
+
+get_i64 = make(types.int64, (_ADDRESS, _ADDRESS), _indexed(I64, 8)[0])
+set_i64 = make(types.void, (_ADDRESS, _ADDRESS, types.int64), _indexed(I64, 8)[1])
+get_i32 = make(types.int32, (_ADDRESS, _ADDRESS), _indexed(I32, 4)[0])
+set_i32 = make(types.void, (_ADDRESS, _ADDRESS, types.int32), _indexed(I32, 4)[1])
+get_f32 = make(types.float32, (_ADDRESS, _ADDRESS), _indexed(F32, 4)[0])
+set_f32 = make(types.void, (_ADDRESS, _ADDRESS, types.float32), _indexed(F32, 4)[1])
+get_u16 = make(types.uint16, (_ADDRESS, _ADDRESS), _indexed(I16, 2)[0])
+set_u16 = make(types.void, (_ADDRESS, _ADDRESS, types.uint16), _indexed(I16, 2)[1])
+get_u8 = make(types.uint8, (_ADDRESS, _ADDRESS), _indexed(I8, 1)[0])
+get_f16 = make(types.float32, (_ADDRESS, _ADDRESS), lambda b, base, index: b.fpext(
+    b.bitcast(_indexed(I16, 2)[0](b, base, index), HALF), F32))
+bits_to_f32 = make(types.float32, (types.int32,), lambda b, bits: b.bitcast(bits, F32))
+f32_to_bits = make(types.int32, (types.float32,), lambda b, value: b.bitcast(value, I32))
+
+# ------------------------------------------------------------------ vectors
+
+load_f32 = make(f32x16, (_ADDRESS,), lambda b, address: read(b, address, VF, 4))
+store_f32 = make(types.void, (_ADDRESS, f32x16), lambda b, address, value: write(b, address, value, 4))
+load_bf16 = make(f32x16, (_ADDRESS,), read_bf16)
+load_i32 = make(i32x16, (_ADDRESS,), lambda b, address: read(b, address, VI, 4))
+# Lanes as bytes, the low eight bits of each.
+store_bytes = make(types.void, (_ADDRESS, i32x16),
+                   lambda b, address, value: write(b, address, b.trunc(value, ir.VectorType(I8, LANES))))
+splat = make(f32x16, (_F32,), lambda b, value: spread(b, value, VF))
+splat_i32 = make(i32x16, (_I32,), lambda b, value: spread(b, value, VI))
+lane_numbers = make(i32x16, (), lambda b: ir.Constant(VI, list(range(LANES))))
+
+add = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.fadd(x, y))
+sub = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.fsub(x, y))
+mul = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.fmul(x, y))
+div = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.fdiv(x, y))
+muladd = make(f32x16, (f32x16, f32x16, f32x16), fma)
+maximum = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+absolute = make(f32x16, (f32x16,), lambda b, x: call(b, "llvm.fabs.v16f32", VF, [x]))
+nearest = make(f32x16, (f32x16,), lambda b, x: call(b, "llvm.rint.v16f32", VF, [x]))
+to_i32 = make(i32x16, (f32x16,), lambda b, x: b.fptosi(x, VI))
+to_f32 = make(f32x16, (i32x16,), lambda b, x: b.sitofp(x, VF))
+add_i32 = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.add(x, y))
+shift_left = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.shl(x, y))
+as_f32 = make(f32x16, (i32x16,), lambda b, x: b.bitcast(x, VF))
+# value where low <= lane <= high, other elsewhere
+keep_between = make(f32x16, (f32x16, i32x16, i32x16, i32x16, f32x16), lambda b, value, lane, low, high, other: b.select(
+    b.and_(b.icmp_signed(">=", lane, low), b.icmp_signed("<=", lane, high)), value, other))
+
+
+def _tree(combine: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Halves onto each other until one lane is left: a fixed order, whatever the registers are."""
+    def generate(builder: Any, value: Any) -> Any:
+        width = LANES
+        while width > 1:
+            width //= 2
+            kind = ir.VectorType(I32, width)
+            low = builder.shuffle_vector(value, value, ir.Constant(kind, list(range(width))))
+            high = builder.shuffle_vector(value, value, ir.Constant(kind, list(range(width, 2 * width))))
+            value = combine(builder, low, high)
+        return builder.extract_element(value, ir.Constant(I32, 0))
+    return generate
+
+
+sum_lanes = make(types.float32, (f32x16,), _tree(lambda b, x, y: b.fadd(x, y)))
+sum_lanes_i32 = make(types.int32, (i32x16,), _tree(lambda b, x, y: b.add(x, y)))
+max_lanes = make(types.float32, (f32x16,), _tree(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y)))
+
+
+def _emit_bf16(builder: Any, address: Any, value: Any) -> None:
+    """Round to nearest even; NaN stays NaN."""
+    bits = builder.bitcast(value, VI)
+    odd = builder.and_(builder.lshr(bits, constant(VI, 16)), constant(VI, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(VI, 0x7FFF))), constant(VI, 16))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    half = builder.trunc(builder.select(is_nan, constant(VI, 0x7FC0), rounded), ir.VectorType(I16, LANES))
+    write(builder, address, half, 2)
+
+
+store_bf16 = make(types.void, (_ADDRESS, f32x16), _emit_bf16)
+
+
+@device
+def exp(x):  # type: ignore[no-untyped-def]
+    """e^x, within 2 units in the last place; 0 for -inf, for x below -87.3 and for NaN's lanes whatever comes.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial of degree 6 (Taylor's, economised), 2^n by exponent bits.
+    """
+    x = maximum(x, splat(types.float32(-87.33)))
+    n = nearest(mul(x, splat(types.float32(1.4426950408889634))))
+    r = muladd(n, splat(types.float32(-0.693359375)), x)
+    r = muladd(n, splat(types.float32(2.12194440e-4)), r)
+    y = splat(types.float32(1.9875691500e-4))
+    y = muladd(y, r, splat(types.float32(1.3981999507e-3)))
+    y = muladd(y, r, splat(types.float32(8.3334519073e-3)))
+    y = muladd(y, r, splat(types.float32(4.1665795894e-2)))
+    y = muladd(y, r, splat(types.float32(1.6666665459e-1)))
+    y = muladd(y, r, splat(types.float32(5.0000001201e-1)))
+    y = muladd(y, mul(r, r), add(r, splat(types.float32(1.0))))
+    return mul(y, as_f32(shift_left(add_i32(to_i32(n), splat_i32(types.int32(127))), splat_i32(types.int32(23)))))
+
+
+# ------------------------------------------------------------------ between threads
+
+
+def _compare_and_swap(builder: Any, address: Any, expected: Any, value: Any) -> Any:
+    pair = builder.cmpxchg(pointer(builder, address, I64), expected, value, "seq_cst", "seq_cst")
+    return builder.extract_value(pair, 0)
+
+
+def _ordered_load(builder: Any, address: Any) -> Any:
+    return builder.load_atomic(pointer(builder, address, I64), "seq_cst", 8)
+
+
+def _ordered_store(builder: Any, address: Any, value: Any) -> None:
+    builder.store_atomic(value, pointer(builder, address, I64), "seq_cst", 8)
+
+
+def _pause(builder: Any) -> None:
+    """Tell the core that this is a waiting loop; an empty statement that is not optimised away elsewhere."""
+    text = "pause" if "avx" in features.cpu_features() or "sse2" in features.cpu_features() else ""
+    builder.asm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", [], True)
+
+
+atomic_add = make(types.int64, (_ADDRESS, types.int64), lambda b, address, value: b.atomic_rmw(
+    "add", pointer(b, address, I64), value, "seq_cst"))
+compare_and_swap = make(types.int64, (_ADDRESS, types.int64, types.int64), _compare_and_swap)
+atomic_load = make(types.int64, (_ADDRESS,), _ordered_load)
+atomic_store = make(types.void, (_ADDRESS, types.int64), _ordered_store)
+pause = make(types.void, (), _pause)
