@@ -46,16 +46,29 @@ def test(argv: list[str]) -> int:
 
 
 def bench(argv: list[str]) -> int:
-    from ipc.launch_setup import SetupError, ensure
+    from ipc.launch_setup import SetupError
     folder = os.path.join(ROOT, "bench")
     files = sorted(name for name in os.listdir(folder) if name.endswith(".py"))
     known = [name[:-3] for name in files if _has_main(os.path.join(folder, name))]
     name = argv[0].replace("-", "_") if argv else ""
     if name not in known:
         raise SetupError("bench needs a name: {}".format(", ".join(known)))
+    return module_command("bench." + name, argv[1:])
+
+
+def replay(argv: list[str]) -> int:
+    return module_command("engine_core.replay", argv)
+
+
+def simulate(argv: list[str]) -> int:
+    return module_command("bench.simulate", argv)
+
+
+def module_command(name: str, argv: list[str]) -> int:
+    from ipc.launch_setup import ensure
     note_foreign_packages()
     ensure(may_install=False)
-    return int(load("bench." + name).main(argv[1:]) or 0)
+    return int(load(name).main(argv) or 0)
 
 
 def _has_main(path: str) -> bool:
@@ -112,7 +125,8 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     from ipc.launch_setup import STARTED, SetupError
     os.environ.setdefault(STARTED, repr(time.monotonic()))
-    commands = {"demo": demo, "serve": serve, "setup": setup, "test": test, "bench": bench}
+    commands = {"demo": demo, "serve": serve, "setup": setup, "test": test, "bench": bench,
+                "replay": replay, "simulate": simulate}
     try:
         return commands[argv[0]](argv[1:]) if argv[0] in commands else serve(argv)
     except SetupError as error:

@@ -7,6 +7,7 @@ broken invariant leaves these methods.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -56,9 +57,10 @@ class EngineCore:
         self._arrivals = 0
         self._needs_reset = False
         self._is_blocked = False                # the last plan was empty; wait for news before the next
+        self.on_dump: Callable[[], str] | None = None   # writes the flight recording, returns its path
         self._commands = {"stats": self._stats, "reset_prefix_cache": self._reset_prefix_cache,
                           "request_status": self._request_status, "prefix_cache_stats": self._prefix_cache_stats,
-                          "check": self._check}
+                          "dump_recording": self._dump_recording, "check": self._check}
 
     # ------------------------------------------------------------ messages of frontends
 
@@ -316,6 +318,11 @@ class EngineCore:
 
     def _prefix_cache_stats(self, _: Command) -> dict[str, Any]:
         return self.scheduler.cache_log.report(self.scheduler.stats)
+
+    def _dump_recording(self, _: Command) -> str:
+        if self.on_dump is None:
+            raise ValueError("this core has no flight recorder")
+        return self.on_dump()
 
     def _check(self, _: Command) -> bool:
         """Run every invariant now. Raises RuntimeError, which ends the process: for tests and --paranoid runs."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
 import time
 import traceback
 
 import zmq
 
 from engine_core.core import EngineCore
+from engine_core.recorder import ABORT_STEP, COMMIT, GONE, HANDLE, NoRecorder, Recorder
+from engine_core.snapshot import Origin
 from ipc.config import CoreProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
@@ -56,9 +59,9 @@ class Links:
             if self.life.lifeline.is_closed:
                 self.life.exit_orphaned()
 
-    def send_plan(self, plan: object) -> None:
-        for link in self.workers:
-            link.send(plan)
+    def send_plan(self, plan: object) -> bytes:
+        """To every worker; returns the frame that rank 0 got."""
+        return [link.send(plan) for link in self.workers][0]
 
     def close(self) -> None:
         self.frontends.close(linger_ms=200)
@@ -87,7 +90,7 @@ def await_workers(links: Links, waiting_frontends: set[int]) -> WorkerReady:
     return ready[0] or WorkerReady(0, 0, 0, 0, [], "", "stopping")
 
 
-def run(core: EngineCore, links: Links, ready: EngineReady) -> None:
+def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder) -> None:
     """Serve until Shutdown."""
     clock = time.monotonic_ns
     last_beat = clock()
@@ -96,26 +99,31 @@ def run(core: EngineCore, links: Links, ready: EngineReady) -> None:
         links.poll(max(1, (last_beat + BEAT_NS - clock()) // 1_000_000 + 1))
         for number, header, message in links.frontends.drain():
             if header.kind == HELLO:
+                recorder.note(GONE, number, ())
                 core.frontend_gone(number)
                 links.frontends.send(number, ready)
             else:
+                recorder.note(HANDLE, number, links.frontends.last_frames)
                 reply = core.handle(number, message)
                 if reply is not None:
                     links.frontends.send(number, reply)
         for _, message in rank0.drain():
             if isinstance(message, ModelRunnerOutput):
+                recorder.note(COMMIT, 0, rank0.last_frames)
                 core.commit(message, clock())
             elif isinstance(message, StepFailed):
+                recorder.note(ABORT_STEP, 0, rank0.last_frames)
                 logger.error("step %d failed: %s\n%s", message.step, message.reason, message.traceback)
                 core.abort_step(message)
         for link in links.workers[1:]:
             for _ in link.drain():
                 pass
-        while core.can_plan():
+        while recorder.turn() and core.can_plan():
             plan = core.plan(clock())
             if plan is None:
+                recorder.note_plan(b"")
                 break
-            links.send_plan(plan)
+            recorder.note_plan(links.send_plan(plan))
             core.plan_sent(clock())
         now = clock()
         for number, outputs in core.take_outputs(now):
@@ -125,6 +133,11 @@ def run(core: EngineCore, links: Links, ready: EngineReady) -> None:
             last_beat = now
             for number in links.frontends.numbers.values():
                 links.frontends.send(number, core.fill(Outputs(0)))
+
+
+def recording_path(config: CoreProcess) -> str:
+    folder = config.flight_recorder_dir or tempfile.gettempdir()
+    return os.path.join(folder, f"threefold-flight-{os.getpid()}-{time.strftime('%H%M%S')}.msgpack")
 
 
 def serve(config: CoreProcess, life: ChildLife) -> None:
@@ -138,8 +151,15 @@ def serve(config: CoreProcess, life: ChildLife) -> None:
         for number in waiting_frontends:
             links.frontends.send(number, ready)
         life.ready(worker.detail)
+        origin = Origin(config.scheduler, config.cache, worker, config.hash_key)
+        recorder = Recorder(core, origin) if config.flight_recorder else NoRecorder(core, origin)
+        core.on_dump = lambda: recorder.dump(recording_path(config))
         gc.freeze()
-        run(core, links, ready)
+        try:
+            run(core, links, ready, recorder)
+        except Exception as error:
+            error.add_note(f"flight recording: {recorder.dump(recording_path(config))}; see launch.py replay")
+            raise
     links.close()
 
 

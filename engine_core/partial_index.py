@@ -43,6 +43,11 @@ class PartialIndex:
         self._entry = [None] * len(self._entry)
         self._blocks.clear()
 
+    def entries(self) -> list[tuple[bytes, int, bytes]]:
+        """(parent, block, tokens) of all, in an order in which adding them again gives the same index."""
+        return [(key[0], block, entry[1]) for key, blocks in self._blocks.items() for block in blocks
+                if (entry := self._entry[block]) is not None]
+
     def find(self, parent: bytes, tokens: bytes, exclude: set[int]) -> tuple[int, int]:
         """(block, number of its leading tokens that equal `tokens`), (0, 0) when there is none."""
         best = (0, 0)

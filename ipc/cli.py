@@ -105,6 +105,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--device", "engine.device", str, "cpu, cuda or auto", ("auto", "cpu", "cuda")),
         Option("--attention-backend", "engine.attention_backend", str, "auto, or a backend by name"),
         Option("--num-threads", "engine.num_threads", int, "compute threads on a CPU; 0: one per core"),
+        Option("--flight-recorder", "engine.flight_recorder", bool, "keep the core's last messages for a replay"),
+        Option("--flight-recorder-dir", "engine.flight_recorder_dir", str, "folder for recordings (default: temporary)"),
         Option("--log-level", "engine.log_level", str, "of all processes", LOG_LEVELS),
     ),
     "server": (

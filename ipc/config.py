@@ -110,6 +110,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     device: str = "auto"                        # "cpu", "cuda" or "auto"
     attention_backend: str = "auto"
     num_threads: int = 0                        # compute threads of a CPU worker; 0: one per usable core
+    flight_recorder: bool = True                # keep the core's last messages, to be replayed after a fault
+    flight_recorder_dir: str = ""               # where recordings are written; "": the folder for temporary files
     serve: bool = True
     log_level: str = "info"
 
@@ -152,6 +154,8 @@ class CoreProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     cache: CacheConfig
     scheduler: SchedulerConfig
     hash_key: bytes                             # secret of this run, keys the prefix cache
+    flight_recorder: bool
+    flight_recorder_dir: str
     run_dir: str
     log_level: str
 

@@ -29,6 +29,7 @@ class Endpoint:
         self.socket = socket
         self.epoch = 0
         self.num_bad_frames = 0
+        self.last_frames: list[Any] = []        # of the message that was returned last, without the routing id
         self._sequence = 0
 
     def close(self, linger_ms: int = 0) -> None:
@@ -66,13 +67,16 @@ class Link(Endpoint):
     def hello(self, role: str, rank: int, pid: int) -> None:
         self.socket.send_multipart(hello(role, rank, pid, self.epoch))
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any) -> bytes:
+        """Returns the first frame."""
         self._sequence += 1
         frames = encode(message, self.epoch, self._sequence)
         if len(frames) == 1:
             self.socket.send(frames[0], zmq.NOBLOCK)
         else:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        first: bytes = frames[0]
+        return first
 
     def receive(self) -> tuple[Header, Any] | None:
         """The next message, or None when nothing waits."""
@@ -84,6 +88,7 @@ class Link(Endpoint):
                 header, message = decode(frames)
                 if header.kind == HELLO:
                     check_hello(header)
+                self.last_frames = frames
                 return header, message
             except WireError as error:
                 self._refuse(error)
@@ -127,6 +132,7 @@ class Router(Endpoint):
                 if "schema" in str(error):
                     self._send(identity, HelloAck(str(error)))
                 continue
+            self.last_frames = frames[1:]
             yield number, header, message
 
     def send(self, number: int, message: Any) -> bool:
@@ -163,11 +169,12 @@ class AsyncLink(Link):
         loop.add_reader(self.socket.fileno(), self._read)
         self._read()
 
-    def send(self, message: Any) -> None:
-        super().send(message)
+    def send(self, message: Any) -> bytes:
+        frame = super().send(message)
         if self._loop is not None and not self._scheduled:      # sending may have swallowed the edge of an arrival
             self._scheduled = True
             self._loop.call_soon(self._read)
+        return frame
 
     def _read(self) -> None:
         self._scheduled = False
@@ -200,8 +207,11 @@ class MemoryLink:
         a.peer, b.peer = b, a
         return a, b
 
-    def send(self, message: Any) -> None:
-        self.peer._inbox.append(encode(message, self.epoch))
+    def send(self, message: Any) -> bytes:
+        frames = encode(message, self.epoch)
+        self.peer._inbox.append(frames)
+        first: bytes = frames[0]
+        return first
 
     def receive(self) -> tuple[Header, Any] | None:
         return decode(self._inbox.popleft()) if self._inbox else None

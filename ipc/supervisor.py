@@ -107,7 +107,8 @@ class Supervisor:
         if child.role == "engine_core":
             return ConfigCore(CoreProcess(
                 listen=self._peer(child).address, epoch=child.epoch, workers=[self._peer(w) for w in self.workers],
-                cache=config.cache, scheduler=config.scheduler, hash_key=self.hash_key, run_dir=run_dir,
+                cache=config.cache, scheduler=config.scheduler, hash_key=self.hash_key,
+                flight_recorder=config.flight_recorder, flight_recorder_dir=config.flight_recorder_dir, run_dir=run_dir,
                 log_level=config.log_level))
         return ConfigFrontend(FrontendProcess(
             number=child.epoch, core=self._peer(self.core), model=config.model, frontend=config.frontend,

@@ -19,7 +19,7 @@ from tests.processes.tools import (LoopThread, assert_nothing_left, run_dirs, ru
                                    wait_until)
 from tests.tiny_model import MAX_MODEL_LEN, VOCAB
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(60)
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
 

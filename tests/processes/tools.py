@@ -18,7 +18,7 @@ from ipc.child import ROOT
 
 T = TypeVar("T")
 
-HARD_TIMEOUT_S = 60.0                           # of anything; a test that needs it has failed
+HARD_TIMEOUT_S = 20.0                           # of anything; a test that needs it has failed
 GONE_S = 4.0                                    # the promise is 2 s after a kill; the rest is for a busy test machine
 
 

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 
 from worker.jit import features
-from worker.jit.vector import (F32, HALF, I8, I16, I32, I64, LANES, VF, VI, call, constant, fma, make, offset, read,
+from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, constant, fma, make, offset, read,
                                read_bf16, spread, write)
 
 TILE = 32                                   # outputs of one tile: two vectors
@@ -166,5 +166,3 @@ def int_tiles(kind: int, form: str | None = None) -> dict[int, Callable[..., Non
 def float_tiles(kind: int) -> dict[int, Callable[..., None]]:
     return {rows: make_float_tile(kind, rows) for rows in (1, 2, 4, 8, 12)}
 
-
-_ = I8

@@ -174,6 +174,11 @@ mul = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.fmul(x, y))
 div = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.fdiv(x, y))
 muladd = make(f32x16, (f32x16, f32x16, f32x16), fma)
 maximum = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+minimum = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
+zero_unless_above = make(f32x16, (f32x16, f32x16, f32x16), lambda b, value, x, low: b.select(
+    b.fcmp_ordered(">", x, low), value, constant(VF, 0.0)))
+# Magnitudes as integers, which order like the floats and put infinity and NaN on top.
+magnitude = make(i32x16, (f32x16,), lambda b, x: b.and_(b.bitcast(x, VI), constant(VI, 0x7FFFFFFF)))
 absolute = make(f32x16, (f32x16,), lambda b, x: call(b, "llvm.fabs.v16f32", VF, [x]))
 nearest = make(f32x16, (f32x16,), lambda b, x: call(b, "llvm.rint.v16f32", VF, [x]))
 to_i32 = make(i32x16, (f32x16,), lambda b, x: b.fptosi(x, VI))
@@ -202,6 +207,8 @@ def _tree(combine: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 sum_lanes = make(types.float32, (f32x16,), _tree(lambda b, x, y: b.fadd(x, y)))
 sum_lanes_i32 = make(types.int32, (i32x16,), _tree(lambda b, x, y: b.add(x, y)))
+maximum_i32 = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.select(b.icmp_signed(">", x, y), x, y))
+max_lanes_i32 = make(types.int32, (i32x16,), _tree(lambda b, x, y: b.select(b.icmp_signed(">", x, y), x, y)))
 max_lanes = make(types.float32, (f32x16,), _tree(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y)))
 
 
@@ -220,11 +227,13 @@ store_bf16 = make(types.void, (_ADDRESS, f32x16), _emit_bf16)
 
 @device
 def exp(x):  # type: ignore[no-untyped-def]
-    """e^x, within 2 units in the last place; 0 for -inf, for x below -87.3 and for NaN's lanes whatever comes.
+    """e^x, within 2 units in the last place; 0 for NaN, -inf and anything below -87.3; as e^88 above 88.
 
     x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial of degree 6 (Taylor's, economised), 2^n by exponent bits.
     """
-    x = maximum(x, splat(types.float32(-87.33)))
+    low = splat(types.float32(-87.33))
+    given = x
+    x = minimum(maximum(x, low), splat(types.float32(88.0)))
     n = nearest(mul(x, splat(types.float32(1.4426950408889634))))
     r = muladd(n, splat(types.float32(-0.693359375)), x)
     r = muladd(n, splat(types.float32(2.12194440e-4)), r)
@@ -235,7 +244,8 @@ def exp(x):  # type: ignore[no-untyped-def]
     y = muladd(y, r, splat(types.float32(1.6666665459e-1)))
     y = muladd(y, r, splat(types.float32(5.0000001201e-1)))
     y = muladd(y, mul(r, r), add(r, splat(types.float32(1.0))))
-    return mul(y, as_f32(shift_left(add_i32(to_i32(n), splat_i32(types.int32(127))), splat_i32(types.int32(23)))))
+    y = mul(y, as_f32(shift_left(add_i32(to_i32(n), splat_i32(types.int32(127))), splat_i32(types.int32(23)))))
+    return zero_unless_above(y, given, low)
 
 
 # ------------------------------------------------------------------ between threads
@@ -255,9 +265,11 @@ def _ordered_store(builder: Any, address: Any, value: Any) -> None:
 
 
 def _pause(builder: Any) -> None:
-    """Tell the core that this is a waiting loop; an empty statement that is not optimised away elsewhere."""
-    text = "pause" if "avx" in features.cpu_features() or "sse2" in features.cpu_features() else ""
-    builder.asm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", [], True)
+    """Tell the core that this is a waiting loop."""
+    if "sse2" in features.cpu_features():
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+    elif "neon" in features.cpu_features():
+        call(builder, "llvm.aarch64.hint", ir.VoidType(), [constant(I32, 1)])
 
 
 atomic_add = make(types.int64, (_ADDRESS, types.int64), lambda b, address, value: b.atomic_rmw(

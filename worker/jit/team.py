@@ -1,0 +1,213 @@
+"""The threads that run a program, and the one function they all execute.
+
+Every thread walks the same list of operations. An operation is a number of units of work; a thread takes the next unit
+by compare-and-swap on the operation's ticket counter, and moves on when all units are *done*. Nobody waits for a
+thread, only for units that a thread has taken: if another process holds a core, the rest of the team does its share,
+and a thread that comes late finds the tickets of its generation gone. This is why there is no barrier to collapse.
+
+    counter of an operation:   generation << 32 | next ticket          generation << 32 | units done
+
+Waiting is a short spin (units take microseconds), then a futex: an idle team, and one waiting behind a descheduled
+thread, costs nothing. The calling thread works too; the others are Python threads that never hold the GIL.
+"""
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import sys
+import threading
+
+import numpy as np
+from numba import types
+
+from worker.jit import step as st
+from worker.jit.attend import plan_attention
+from worker.jit.program import NUM_UNITS, OP_BYTES, prepare, run_unit
+from worker.jit.vector import (atomic_add, atomic_load, atomic_store, compare_and_swap, device, entry, get_i64, pause,
+                               set_i64)
+
+# The control block, int64 fields; those that threads write lie in cache lines of their own.
+GENERATION, IDLE, SLEEPING, STOP, PROGRAM, NUM_OPS, STEP, COUNTERS, TIMEOUT, THREADS = 0, 8, 16, 24, 32, 33, 34, 35, 40, 42
+CONTROL_SIZE = 64
+COUNTER_BYTES = 128
+MAX_OPS = 4096
+SPINS = 3000                                # pauses: 50 to 150 microseconds, several times a unit
+_MASK, _GENERATIONS = 0xFFFFFFFF, 0x7FFFFFFF
+
+if sys.platform == "linux":
+    _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 98)
+    _syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+    _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
+
+    @device
+    def _sleep(address, value, timeout):  # type: ignore[no-untyped-def]
+        """Until a wake or the timeout, unless the low word at the address is no longer `value`."""
+        _syscall(_FUTEX, address, _WAIT_PRIVATE, value & _MASK, timeout, 0, 0)
+
+    @device
+    def _wake(address):  # type: ignore[no-untyped-def]
+        _syscall(_FUTEX, address, _WAKE_PRIVATE, 1 << 30, 0, 0, 0)
+else:
+    _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+
+    @device
+    def _sleep(address, value, timeout):  # type: ignore[no-untyped-def]
+        _usleep(types.uint32(100))
+
+    @device
+    def _wake(address):  # type: ignore[no-untyped-def]
+        return
+
+
+@device
+def _execute(control, generation, thread):  # type: ignore[no-untyped-def]
+    """Walk the program once. Returns early when the step has ended without this thread."""
+    program, step, counters = get_i64(control, PROGRAM), get_i64(control, STEP), get_i64(control, COUNTERS)
+    num_ops, sleeping = get_i64(control, NUM_OPS), control + 8 * SLEEPING
+    for index in range(num_ops):
+        op, ticket = program + index * OP_BYTES, counters + index * COUNTER_BYTES
+        done = ticket + 64
+        while True:
+            value = atomic_load(ticket)
+            if value >> 32 != generation:
+                return
+            units = get_i64(op, NUM_UNITS)
+            if value & _MASK >= units:
+                break
+            if compare_and_swap(ticket, value, value + 1) == value:
+                run_unit(op, step, value & _MASK, thread)
+                if (atomic_add(done, 1) + 1) & _MASK == units and atomic_load(sleeping) > 0:
+                    _wake(done)
+        spins = 0
+        while True:
+            value = atomic_load(done)
+            if value >> 32 != generation:
+                return
+            if value & _MASK >= get_i64(op, NUM_UNITS):
+                break
+            spins += 1
+            if spins < SPINS:
+                pause()
+            else:
+                atomic_add(sleeping, 1)
+                _sleep(done, value, control + 8 * TIMEOUT)
+                atomic_add(sleeping, -1)
+
+
+@device
+def _publish(control, generation):  # type: ignore[no-untyped-def]
+    """Open a step. First no ticket of the old generation can be taken, then sizes change, then tickets are given."""
+    program, step, counters = get_i64(control, PROGRAM), get_i64(control, STEP), get_i64(control, COUNTERS)
+    num_ops, threads = get_i64(control, NUM_OPS), get_i64(control, THREADS)
+    for index in range(num_ops):
+        atomic_store(counters + index * COUNTER_BYTES, (generation << 32) | _MASK)
+        atomic_store(counters + index * COUNTER_BYTES + 64, generation << 32)
+    if get_i64(step, st.TASKS) != 0:
+        plan_attention(step, threads)
+    for index in range(num_ops):
+        op = program + index * OP_BYTES
+        set_i64(op, NUM_UNITS, prepare(op, step, threads))
+    for index in range(num_ops):
+        atomic_store(counters + index * COUNTER_BYTES, generation << 32)
+    atomic_store(control + 8 * GENERATION, generation)
+    if atomic_load(control + 8 * IDLE) > 0:
+        _wake(control + 8 * GENERATION)
+
+
+@entry
+def run_team(control, thread):  # type: ignore[no-untyped-def]
+    """Thread 0: run the program once and return. Others: take part in every program until STOP. One function, because
+    both contain every kernel and it is compiled once."""
+    if thread == 0:
+        generation = (get_i64(control, GENERATION) + 1) & _GENERATIONS
+        _publish(control, generation)
+        _execute(control, generation, thread)
+        return
+    seen = types.int64(0)
+    while True:
+        spins = 0
+        while True:
+            generation = atomic_load(control + 8 * GENERATION)
+            if generation != seen:
+                break
+            spins += 1
+            if spins < SPINS:
+                pause()
+            else:
+                atomic_add(control + 8 * IDLE, 1)
+                if atomic_load(control + 8 * GENERATION) == seen:
+                    _sleep(control + 8 * GENERATION, seen, 0)
+                atomic_add(control + 8 * IDLE, -1)
+        if atomic_load(control + 8 * STOP) != 0:
+            return
+        seen = generation
+        _execute(control, generation, thread)
+
+
+class Team:
+    """`num_threads` compute threads, the caller's included. One program runs at a time."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        raw = np.zeros(8 * CONTROL_SIZE + COUNTER_BYTES * MAX_OPS + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        self._memory = raw[start:]
+        self._control = self._memory[:8 * CONTROL_SIZE].view(np.int64)
+        self.address = self._control.ctypes.data
+        self._control[COUNTERS] = self.address + 8 * CONTROL_SIZE
+        self._control[TIMEOUT:TIMEOUT + 2] = (0, 2_000_000)     # seconds, nanoseconds
+        self._control[THREADS] = num_threads
+        self._no_step = np.zeros(st.SIZE, np.int64)
+        self._run = None
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Compile or load the code, then start the threads. Safe to call again."""
+        if self._run is not None:
+            return
+        run_team.compile((types.intp, types.intp))
+        self._run = run_team
+        for number in range(1, self.num_threads):
+            thread = threading.Thread(target=run_team, args=(self.address, number), name=f"kernel {number}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        atexit.register(self.stop)
+
+    def run(self, program: int, num_ops: int, step: np.ndarray) -> None:
+        """Execute a program (its address) on this step record, and return when it is done."""
+        if num_ops > MAX_OPS:
+            raise ValueError(f"a program of {num_ops} operations; the team holds {MAX_OPS}")
+        if self._run is None:
+            self.start()
+        with self._lock:
+            self._control[PROGRAM], self._control[NUM_OPS], self._control[STEP] = program, num_ops, step.ctypes.data
+            step[st.NUM_THREADS] = self.num_threads
+            run_team(self.address, 0)
+
+    def stop(self) -> None:
+        """End the threads; the team cannot be used afterwards."""
+        with self._lock:
+            if self._threads:
+                self._control[STOP], self._control[NUM_OPS] = 1, 0
+                self._control[STEP] = self._no_step.ctypes.data
+                run_team(self.address, 0)
+                for thread in self._threads:
+                    thread.join(timeout=1.0)
+                self._threads = []
+
+
+_teams: dict[int, Team] = {}
+
+
+def get_team(num_threads: int = 0) -> Team:
+    """The process's team of this size; 0: one thread per usable core. Started at its first program."""
+    count = num_threads or usable_cores()
+    if count not in _teams:
+        _teams[count] = Team(count)
+    return _teams[count]
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
