@@ -76,7 +76,7 @@ class LLM:
 
     async def _generate_all(self, prompts: list[Prompt], params: list[SamplingParams],
                             use_tqdm: bool) -> list[RequestOutput]:
-        bar = tqdm(total=len(prompts), desc="requests", disable=None if use_tqdm else True)
+        bar = tqdm(total=len(prompts), desc="requests", disable=not use_tqdm)
         tasks = [asyncio.create_task(self._generate_one(i, p, s, bar)) for i, (p, s) in enumerate(zip(prompts, params))]
         try:
             return await asyncio.gather(*tasks)

@@ -28,13 +28,13 @@ logger = logging.getLogger("frontend")
 async def serve(config: FrontendProcess, life: ChildLife) -> None:
     """Listen at once (/ready tells the phase), become ready with the engine, stop on Shutdown."""
     loop = asyncio.get_running_loop()
-    stopping: asyncio.Future[float] = loop.create_future()
+    stopping: asyncio.Future[Shutdown] = loop.create_future()
     parent = os.getppid()
 
     def on_lifeline() -> None:
         for _, message in life.lifeline.receive():
             if isinstance(message, Shutdown) and not stopping.done():
-                stopping.set_result(message.drain_s)
+                stopping.set_result(message)
         if life.lifeline.is_closed:
             life.exit_orphaned()
 
@@ -42,7 +42,7 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
         if os.getppid() != parent:              # the kernel says that our supervisor died
             life.exit_orphaned()
         if not stopping.done():
-            stopping.set_result(0.0)
+            stopping.set_result(Shutdown("the server was told to stop by SIGTERM"))
 
     loop.add_reader(life.lifeline.fileno(), on_lifeline)
     loop.add_signal_handler(signal.SIGTERM, on_signal)
@@ -55,8 +55,10 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     if ready.done():
         ready.result()
         life.ready(f"listening on port {server.port}")
-        drain_s = await stopping
-        await server.stop(drain_s)
+        shutdown = await stopping
+        if not shutdown.drain_s:
+            llm.engine_died(shutdown.reason)    # streams end with it
+        await server.stop(shutdown.drain_s)
     else:
         ready.cancel()
         await server.stop(0.0)

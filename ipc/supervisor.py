@@ -271,13 +271,16 @@ def main(argv: list[str] | None = None, modules: Mapping[str, str] = MODULES) ->
 
 
 def _await_start(control: Lifeline, host_pidfd: int) -> EngineConfig | None:
-    """None when the host ended first."""
+    """None when the host ended first, or changed its mind."""
     while not control.is_closed:
         watched: list[Any] = [control, host_pidfd] if host_pidfd >= 0 else [control]
         ready = select.select(watched, [], [])[0]
         if host_pidfd in ready:
             return None
-        for _, message in control.receive():
+        messages = [message for _, message in control.receive()]
+        if any(isinstance(message, Shutdown) for message in messages):
+            return None
+        for message in messages:
             if isinstance(message, Start):
                 return message.config
     return None

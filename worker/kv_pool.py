@@ -10,6 +10,7 @@ Owns memory; does not know which request holds which block (the engine core does
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from worker.attention.base import AttentionBackend, resolve_slots
 
 RESERVED_BLOCKS = 2  # null and scratch
 _MIB = 1 << 20
+SWAP_SAMPLE_BLOCKS, SWAP_SAMPLE_BYTES = 8, 8 * _MIB  # moved at once when the cost of swapping is measured
+SWAP_SAMPLES, SWAP_SAMPLE_LIMIT_NS = 7, 20_000_000
 # Control group files, version 2 and version 1.
 _LIMIT_AND_USAGE = (
     ("memory.max", "memory.current"),
@@ -162,6 +165,37 @@ def apply_block_ops(
             incoming.insert(0, host_tensor.index_select(0, in_index).to(device))
             host_tensor.index_copy_(0, out_index, gathered[:num_out].cpu())
         words.index_copy_(0, target_index, torch.cat(incoming))
+
+
+def measure_block_swap_ns(pool: KVPool, num_host_blocks: int) -> int:
+    """Time to copy one block out to host memory and back; 0 without host blocks. The engine core weighs it against
+    computing the block again.
+
+    Moves a few blocks at once, as a preempted request does, so each bears its share of the fixed cost. Uses a small host
+    pool of its own: the real one stays unallocated until the first swap. Contents of the pool survive. Takes at most a
+    few times SWAP_SAMPLE_LIMIT_NS, whatever the model.
+    """
+    block_bytes = sum(t.shape[1] * t.element_size() for t in pool.block_words)
+    count = min(SWAP_SAMPLE_BLOCKS, max(1, SWAP_SAMPLE_BYTES // block_bytes), pool.num_blocks, num_host_blocks)
+    if count < 1:
+        return 0
+    host = HostPool(pool, count)
+    blocks, slots = np.arange(1, count + 1), np.arange(count)
+    out, back = np.stack([blocks, slots], axis=1), np.stack([slots, blocks], axis=1)
+
+    def round_trip() -> int:
+        begin = time.monotonic_ns()
+        apply_block_ops(pool, host, swap_out=out)
+        apply_block_ops(pool, host, swap_in=back)
+        if pool.device.type == "cuda":
+            torch.cuda.synchronize(pool.device)
+        return time.monotonic_ns() - begin
+
+    round_trip()  # first touch of the memory, first call of the kernels
+    samples = [round_trip()]
+    while len(samples) < SWAP_SAMPLES and sum(samples) < SWAP_SAMPLE_LIMIT_NS:
+        samples.append(round_trip())
+    return int(np.median(samples)) // count
 
 
 def _pairs(pairs: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ from ipc.sampling_params import SamplingParams
 from worker.attention.base import AttentionBackend
 from worker.attention.registry import get_backend, resolve_backend
 from worker.batch import BatchBuilder
-from worker.kv_pool import KVPool, cpu_num_blocks, kv_bytes_per_block, profile_num_blocks
+from worker.kv_pool import KVPool, cpu_num_blocks, kv_bytes_per_block, measure_block_swap_ns, profile_num_blocks
 from worker.model_runner import ModelRunner
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
@@ -111,6 +111,9 @@ def build_runner(config: WorkerProcess, starting: Starting,
                                           share=cache.cpu_memory_share, max_useful_blocks=useful)
     pool = KVPool(backend, num_blocks, size, kv_spec, dtype, device)
     num_host_blocks = cache.swap_space // block_bytes
+    swap_block_ns = measure_block_swap_ns(pool, num_host_blocks)
+    if swap_block_ns:
+        logger.info("swap space of %d blocks; copying one out and back takes %d us", num_host_blocks, swap_block_ns // 1000)
     starting.end(text)
     runner = ModelRunner(model, backend, pool, num_host_blocks, seats=seats, max_tokens=config.max_num_batched_tokens,
                          max_model_len=max_model_len, eos_token_ids=model_config.eos_token_ids, device=device)
@@ -118,4 +121,4 @@ def build_runner(config: WorkerProcess, starting: Starting,
               f"{backend_name}, weights {num_bytes / 2**20:.0f} MiB, {num_blocks} blocks of {size} tokens = "
               f"{num_blocks * size} tokens of cache")
     return runner, WorkerReady(num_blocks, num_host_blocks, max_model_len, model_config.vocab_size,
-                               model_config.eos_token_ids, dtype_name, detail)
+                               model_config.eos_token_ids, dtype_name, detail, swap_block_ns)

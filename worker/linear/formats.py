@@ -1,0 +1,75 @@
+"""The packed weight formats, and what each promises.
+
+    kind       bytes per weight   weights are                          activations are
+    float32    4                  as given                             float32
+    bfloat16   2                  bfloat16, computed in float32        float32
+    int8       1.0625             q * scale, blocks of 32 along K      int8, blocks of 32 along K
+    int4       0.5625             (q - 8) * scale, as GGUF Q4_0        int8, blocks of 32 along K
+    int4_min   0.625              q * scale + minimum, as GGUF Q4_1    int8, blocks of 32 along K
+
+Layout of every kind: tiles of 32 outputs, each tile's bytes in the order in which its kernel reads them; scales and
+minima float16 [tiles, K / 32, 32]. Outputs are padded with zero weights to whole tiles.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TILE = 32
+BLOCK = 32
+FLOAT32, BFLOAT16, INT8, INT4, INT4_MIN = range(5)      # the numbers the kernels know
+KIND_NAMES = ("float32", "bfloat16", "int8", "int4", "int4_min")
+TILE_BYTES_PER_K = {FLOAT32: 4 * TILE, BFLOAT16: 2 * TILE, INT8: TILE, INT4: TILE // 2, INT4_MIN: TILE // 2}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One weight [num_out, num_k], packed. scales and minima are empty where the kind has none."""
+    kind: int
+    num_out: int
+    num_k: int
+    data: NDArray[np.uint8]                  # [tiles, bytes of a tile]
+    scales: NDArray[np.float16]              # [tiles, K / 32, 32]
+    minima: NDArray[np.float16]
+
+    @property
+    def num_tiles(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def padded_out(self) -> int:
+        return self.num_tiles * TILE
+
+    @property
+    def tile_bytes(self) -> int:
+        return TILE_BYTES_PER_K[self.kind] * self.num_k
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scales.nbytes + self.minima.nbytes
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the activations must be quantized."""
+        return self.kind >= INT8
+
+    @property
+    def name(self) -> str:
+        return KIND_NAMES[self.kind]
+
+
+def check_width(num_k: int) -> None:
+    """Raises ValueError for a K that no kernel can cut into blocks."""
+    if num_k % BLOCK:
+        raise ValueError(f"a weight with {num_k} inputs; packed formats need a multiple of {BLOCK}: use the torch route")
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Uninitialised, at a multiple of 64 bytes: no vector of weights then crosses a cache line."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start:start + size].view(dtype).reshape(shape)

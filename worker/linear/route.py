@@ -1,0 +1,85 @@
+"""A linear layer over packed weights: y = x W^T + b, for any number of rows.
+
+`PackedLinear` is one or more packed weights side by side (q, k and v of a file may be of different types). The route is
+the kernel when numba is there, else torch with the same arithmetic (`torch_linear`, also the tests' reference). Both are
+row-independent: a row's bits are those it has alone, so choosing by row count never changes a token.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker.jit import features
+from worker.linear.formats import BLOCK, KIND_NAMES, PackedWeight
+from worker.linear.pack import unpack
+
+
+class PackedLinear:
+    """Weights stacked along the outputs, all with the same K; bias [num_out] float32 or None."""
+
+    def __init__(self, weights: Sequence[PackedWeight], bias: NDArray[np.float32] | None = None) -> None:
+        widths = {weight.num_k for weight in weights}
+        if len(widths) != 1:
+            raise ValueError(f"weights of {sorted(widths)} inputs cannot share a linear layer")
+        self.weights = list(weights)
+        self.num_k = self.weights[0].num_k
+        self.num_out = sum(weight.num_out for weight in self.weights)
+        # Each weight writes whole tiles; what sticks out is overwritten by the next one, so they run in order.
+        starts = np.cumsum([0, *(weight.num_out for weight in self.weights)]).tolist()
+        self.starts = starts[:-1]
+        self.padded_out = max(start + weight.padded_out for start, weight in zip(self.starts, self.weights))
+        self.bias = None
+        if bias is not None:
+            self.bias = np.zeros(self.padded_out, np.float32)
+            self.bias[:self.num_out] = bias
+        self.is_integer = any(weight.is_integer for weight in self.weights)
+        self.nbytes = sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def name(self) -> str:
+        return "+".join(dict.fromkeys(weight.name for weight in self.weights))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, K] float32 -> [M, num_out] float32, a new tensor."""
+        if x.dim() != 2 or x.shape[1] != self.num_k:
+            raise ValueError(f"x is {list(x.shape)}; this layer takes [rows, {self.num_k}]")
+        if features.missing() is not None:
+            return torch_linear(self, x)
+        from worker.linear.kernel import KernelLinear
+        return KernelLinear.of(self)(x)
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(q [M, K] float32 holding integers -127 .. 127, scale [M, K / 32]): the kernel's blocks of 32, rounded as there."""
+    blocks = x.view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
+    largest = blocks.abs().amax(-1)
+    inverse = torch.where(largest > 1e-36, 127.0 / largest, torch.zeros_like(largest))
+    q = torch.round(blocks * inverse[..., None])
+    return q.view_as(x), torch.where(torch.isfinite(largest), largest / 127.0, torch.nan)
+
+
+def torch_linear(layer: PackedLinear, x: Tensor) -> Tensor:
+    """The same formula in plain torch: the weights are decoded for the call, so it needs no JIT and much patience."""
+    x = x.float().contiguous()
+    parts = []
+    for weight in layer.weights:
+        rows = x
+        if weight.is_integer:
+            q, scale = quantize_activations(x)
+            rows = (q.view(*scale.shape, BLOCK) * scale[..., None]).view_as(x)
+        parts.append(rows @ torch.from_numpy(unpack(weight)).T)
+    out = torch.cat(parts, 1)
+    return out if layer.bias is None else out + torch.from_numpy(layer.bias[:layer.num_out])
+
+
+def describe(layers: Sequence[PackedLinear]) -> str:
+    """"int4_min 76 MiB, int8 29 MiB" for the log."""
+    sizes: dict[str, int] = {}
+    for layer in layers:
+        for weight in layer.weights:
+            sizes[KIND_NAMES[weight.kind]] = sizes.get(KIND_NAMES[weight.kind], 0) + weight.nbytes
+    return ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sizes.items())
