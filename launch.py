@@ -64,6 +64,10 @@ def simulate(argv: list[str]) -> int:
     return module_command("bench.simulate", argv)
 
 
+def chaos(argv: list[str]) -> int:
+    return module_command("bench.chaos", argv)
+
+
 def module_command(name: str, argv: list[str]) -> int:
     from ipc.launch_setup import ensure
     note_foreign_packages()
@@ -126,7 +130,7 @@ def main(argv: list[str]) -> int:
     from ipc.launch_setup import STARTED, SetupError
     os.environ.setdefault(STARTED, repr(time.monotonic()))
     commands = {"demo": demo, "serve": serve, "setup": setup, "test": test, "bench": bench,
-                "replay": replay, "simulate": simulate}
+                "replay": replay, "simulate": simulate, "chaos": chaos}
     try:
         return commands[argv[0]](argv[1:]) if argv[0] in commands else serve(argv)
     except SetupError as error:

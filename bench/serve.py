@@ -1,7 +1,9 @@
 """Load generator for any OpenAI-compatible server: `python -m bench.serve --base-url ... --concurrency 8`.
 
 Streams completions (or chat completions), times every chunk, and reports TTFT, ITL, TPOT, end-to-end time and
-throughput; its last output line is one JSON object. It exits with 1 when a request failed.
+throughput; its last output line is one JSON object. It exits with 1 when a request failed. Several concurrencies
+(`--concurrency 1,4,16`) are run one after another; `--compare old.json` says what changed beyond noise, `--plot` draws.
+Options go by the names of vLLM's benchmark too.
 
 It knows nothing of the server's inside: no metrics endpoint, no process ids. Client and server usually share a small
 machine, so the client does as little as possible while it measures: bodies are encoded before the clock starts, the
@@ -23,6 +25,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from bench.compare import compare_results, noise, read_result, runs_of
+from bench.plot import plot_load
 from bench.stats import RequestRecord, print_json, print_serving_report, serving_figures
 
 WORDS = (  # common enough to be one token each in most vocabularies
@@ -294,9 +298,9 @@ class Client:
         raise refusals[0]
 
 
-def make_prompts(args: argparse.Namespace) -> list[tuple[list[int], int]]:
+def make_prompts(args: argparse.Namespace, seed: int | None = None) -> list[tuple[list[int], int]]:
     """(token ids, max_tokens) of the measured requests; the same for every server given the same options."""
-    generator = random.Random(args.seed)
+    generator = random.Random(args.seed if seed is None else seed)
     low, high = args.token_ids
 
     def tokens(count: int) -> list[int]:
@@ -333,7 +337,7 @@ async def run_load(
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Probe, warm up, run, report: the JSON result."""
+    """Probe, warm up, run each concurrency, report: the JSON result."""
     client = Client(args)
     generator = random.Random(args.seed + 2)
     spare = [generator.randint(*args.token_ids) for _ in range(max(PROBE_TOKENS, args.prompt_tokens[1]))]
@@ -345,19 +349,36 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         print("the server refuses token ids; sending words, so prompt lengths are approximate")
     if not client.has_extras:
         print("the server refuses ignore_eos; outputs may be shorter than asked")
+    runs = []
+    for number, concurrency in enumerate(args.concurrency):
+        runs.append(await measure_one(client, args, concurrency, spare, args.seed + 1000 * number))
+    if len(runs) == 1:
+        return runs[0]
+    sums = {name: sum(run[name] for run in runs) for name in ("successful_requests", "failed_requests")}
+    first_error = next((run["first_error"] for run in runs if run["first_error"]), None)
+    return {"base_url": args.base_url, "model": client.model, **sums, "first_error": first_error, "runs": runs}
+
+
+async def measure_one(
+    client: Client, args: argparse.Namespace, concurrency: int, spare: list[int], seed: int
+) -> dict[str, Any]:
+    """One load: its report, and its part of the result. A later load has a seed of its own: prompts of the one before
+    would be in the server's prefix cache."""
     num_warm_tokens = min(PROBE_TOKENS, args.output_tokens[1])
+    generator = random.Random(seed + 3)
     warm_up = [(generator.sample(spare, len(spare)), num_warm_tokens) for _ in range(args.warmup)]
-    await run_load(client, warm_up, args.concurrency)
+    await run_load(client, warm_up, concurrency)
     cpu = time.process_time()
-    records = await run_load(client, make_prompts(args), args.concurrency, args.request_rate, args.seed + 1)
+    prompts = make_prompts(args, seed)
+    records = await run_load(client, prompts, concurrency, args.request_rate, seed + 1)
     cpu = time.process_time() - cpu
-    figures = serving_figures(records, args.concurrency, bool(args.request_rate))
-    print_serving_report(figures, args.concurrency)
-    shown = ("concurrency", "num_requests", "prompt_tokens", "output_tokens", "shared_prefix", "request_rate", "seed")
-    load = {name: getattr(args, name) for name in shown}
+    figures = serving_figures(records, concurrency, bool(args.request_rate))
+    print_serving_report(figures, concurrency, args.request_rate)
+    shown = ("num_requests", "prompt_tokens", "output_tokens", "shared_prefix", "request_rate", "seed")
+    load = {"concurrency": concurrency} | {name: getattr(args, name) for name in shown}
     form = {"endpoint": args.endpoint, "prompt_form": client.prompt_form, "ignore_eos": client.has_extras}
     head = {"base_url": args.base_url, "model": client.model, "load": load | form, "client_cpu_s": round(cpu, 3)}
-    return head | figures
+    return head | figures | {"noise": noise(records)}
 
 
 def length(text: str) -> tuple[int, int]:
@@ -376,43 +397,96 @@ def count(text: str) -> int:
     return value
 
 
+def counts(text: str) -> list[int]:
+    """`8`, or several loads: `1,4,16`."""
+    return [count(part) for part in text.split(",")]
+
+
+def endpoint(text: str) -> str:
+    """completions, chat, or their paths, which is how vLLM names them."""
+    name = text.strip("/").removeprefix("v1/").removesuffix("/completions")
+    if name not in ("completions", "chat"):
+        raise argparse.ArgumentTypeError(f"{text} is not completions, chat, /v1/completions or /v1/chat/completions")
+    return name
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Options; the second name of some is what other serving benchmarks call them."""
-    parser = argparse.ArgumentParser(prog="bench serve", description="Streaming load for an OpenAI-compatible server.")
+    parser = argparse.ArgumentParser(
+        prog="bench serve", allow_abbrev=False, description="Streaming load for an OpenAI-compatible server."
+    )
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="with or without /v1")
+    add("--base-url", help="with or without /v1 (default: http://127.0.0.1:8000)")
+    add("--host", default="127.0.0.1", help="with --port, in place of --base-url")
+    add("--port", type=int, default=8000)
+    add("--backend", choices=["openai", "vllm", "openai-chat"], default="openai", help="openai-chat: --endpoint chat")
     add("--model", help="default: the first one the server lists")
     add("--api-key", help="sent as a bearer token")
-    add("--endpoint", choices=["completions", "chat"], default="completions")
+    add("--endpoint", type=endpoint, help="completions or chat, or its path (default: completions)")
     add("--prompt-form", choices=["ids", "text"], default="ids", help="ids fall back to text where they are refused")
-    add("--prompt-tokens", "--random-input-len", type=length, default=(256, 256), help="own ones, N or LO-HI")
+    add("--dataset-name", choices=["random"], default="random", help="prompts are random tokens")
+    add("--prompt-tokens", "--random-input-len", "--input-len", type=length, default=(256, 256), help="N or LO-HI")
     add("--shared-prefix", "--random-prefix-len", type=int, default=0, help="tokens in front that all prompts share")
-    add("--output-tokens", "--random-output-len", type=length, default=(128, 128), help="N or LO-HI")
+    add("--output-tokens", "--random-output-len", "--output-len", type=length, default=(128, 128), help="N or LO-HI")
+    add("--random-range-ratio", type=float, default=0.0, help="R: lengths from N*(1-R) to N*(1+R)")
     add("--token-ids", type=length, default=(100, 3999), help="range to draw prompt ids from, LO-HI")
-    add("--concurrency", "--max-concurrency", type=count, default=8, help="requests in flight at most")
+    add("--concurrency", "--max-concurrency", type=counts, default=[8], help="requests in flight at most; or 1,4,16")
     add("--num-requests", "--num-prompts", type=count, default=32)
     add("--request-rate", type=float, default=0.0, help="Poisson arrivals per second; default: no pauses")
-    add("--warmup", type=int, default=1, help="untimed requests before the run")
+    add("--warmup", "--num-warmups", type=int, default=1, help="untimed requests before the run")
+    add("--ignore-eos", action="store_true", help="always so, where the server takes it")
     add("--seed", type=int, default=0, help="same seed, same prompts and lengths")
     add("--timeout", type=float, default=600.0, help="seconds per request")
-    add("--json", metavar="FILE", help="write the JSON object there too")
+    add("--json", "--result-filename", metavar="FILE", help="write the JSON object there too")
+    add("--save-result", action="store_true", help="write it to a file, by default bench-serve.json")
+    add("--compare", metavar="FILE", help="an earlier result: say what changed by more than noise")
+    add("--plot", metavar="FILE", help="PNG of TTFT and ITL against load; needs several concurrencies")
     args = parser.parse_args(argv)
     if args.output_tokens[0] < 1 or args.prompt_tokens[0] + args.shared_prefix < 1:
         parser.error("a request needs at least one prompt token and one output token")
+    if not 0 <= args.random_range_ratio < 1:
+        parser.error(f"--random-range-ratio is {args.random_range_ratio}; allowed is 0 to below 1")
+    if args.plot and len(args.concurrency) < 2:
+        parser.error("--plot draws against load: name several, for example --concurrency 1,4,16")
+    if args.random_range_ratio:
+        args.prompt_tokens = spread(args.prompt_tokens, args.random_range_ratio)
+        args.output_tokens = spread(args.output_tokens, args.random_range_ratio)
+    args.base_url = args.base_url or f"http://{args.host}:{args.port}"
+    args.endpoint = args.endpoint or ("chat" if args.backend == "openai-chat" else "completions")
+    if args.save_result and not args.json:
+        args.json = "bench-serve.json"
     if args.request_rate == float("inf"):
         args.request_rate = 0.0
     return args
+
+
+def spread(ends: tuple[int, int], ratio: float) -> tuple[int, int]:
+    """The range around a length; at least one token."""
+    return max(1, int(ends[0] * (1 - ratio))), int(ends[1] * (1 + ratio))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the load and print the report; 0 when every request succeeded, else 1."""
     args = parse_args(argv)
     try:
+        old = read_result(args.compare) if args.compare else None    # before minutes of load
+    except ValueError as error:
+        print(f"bench serve: {error}", file=sys.stderr)
+        return 2
+    try:
         result = asyncio.run(measure(args))
     except (OSError, ValueError, Refused) as error:
         text = f"{args.base_url}: {str(error) or type(error).__name__}"
         print(f"no load was sent: {text}", file=sys.stderr)
         result = {"base_url": args.base_url, "successful_requests": 0, "failed_requests": 0, "first_error": text}
+    if old is not None and result["successful_requests"]:
+        result["compare"] = {"file": args.compare, "rows": compare_results(old, result)}
+    if args.plot and result["successful_requests"]:
+        try:
+            plot_load(runs_of(result), args.plot)
+            print(f"plot: {args.plot}")
+        except ValueError as error:
+            print(f"bench serve: {error}", file=sys.stderr)
     print_json(result, args.json)
     return 0 if result["successful_requests"] and not result["failed_requests"] else 1
 

@@ -147,7 +147,7 @@ def serving_figures(records: Sequence[RequestRecord], concurrency: int, has_arri
     }
 
 
-def print_serving_report(figures: dict[str, Any], concurrency: int) -> None:
+def print_serving_report(figures: dict[str, Any], concurrency: int, request_rate: float = 0.0) -> None:
     """The figures for people, under the names other serving benchmarks print, so that the same scripts read them."""
 
     def show(label: str, value: float | str | None) -> None:
@@ -158,6 +158,8 @@ def print_serving_report(figures: dict[str, Any], concurrency: int) -> None:
     show("Successful requests", figures["successful_requests"])
     show("Failed requests", figures["failed_requests"])
     show("Maximum request concurrency", concurrency)
+    if request_rate:
+        show("Request rate configured (RPS)", request_rate)
     if figures["successful_requests"]:
         show("Benchmark duration (s)", figures["duration_s"])
         show("Total input tokens", figures["prompt_tokens"])

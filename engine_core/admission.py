@@ -1,8 +1,10 @@
 """Admitting waiting requests: how much of each the cache gives, which blocks it takes, and its row.
 
-A request starts after its longest cached run of full blocks; of the next block, tokens that some cached block has in common
-are copied; a swapped-out request brings the rest from host memory. At least one token is left to compute, because the
-logits of the last known token choose the next one. Knows no running rows.
+A request starts after its longest cached run of full blocks; of the next block, tokens that some cached block has in
+common are copied; a swapped-out request brings the rest from host memory. At least one token is left to compute: the
+logits of the last known token choose the next one. A long prompt starts only when all of it fits, though its first
+chunk needs less: else several start, run out of blocks in mid-prompt, and what they computed is lost. Knows no running
+rows.
 """
 from __future__ import annotations
 
@@ -21,13 +23,29 @@ def admit(scheduler: Scheduler, step: Step, budget: int) -> None:
         request = scheduler.waiting.peek()
         if request is None or request.num_in_flight:        # its newest token is still being computed
             break
-        count = _admit_one(scheduler, step, request, budget)
+        if request in step.preempted:                       # this plan copies its blocks out; it cannot copy them back
+            break
+        if free_blocks_needed(scheduler, request) > scheduler.blocks.num_free:
+            break
+        count = admit_one(scheduler, step, request, budget)
         if count == 0:
             break
         budget -= count
 
 
-def _admit_one(scheduler: Scheduler, step: Step, request: Request, budget: int) -> int:
+def free_blocks_needed(scheduler: Scheduler, request: Request) -> int:
+    """Blocks of the free queue that all known tokens of a waiting request take: fresh ones, and cached ones that nobody
+    holds. At most the whole pool."""
+    blocks = scheduler.blocks
+    needed = blocks.blocks_for(request.num_known_tokens)
+    if needed <= blocks.num_free:                           # the cache can only make it less
+        return needed
+    limit = min((request.num_known_tokens - 1) // blocks.block_size, len(request.hashes))
+    hits = blocks.find_cached_prefix(request.hashes, 0, limit)
+    return needed - sum(1 for block in hits if blocks.ref_count[block] > 0)
+
+
+def admit_one(scheduler: Scheduler, step: Step, request: Request, budget: int) -> int:
     """Tokens planned for the request; 0, changing nothing, when it does not fit now."""
     rows, blocks, size = scheduler.rows, scheduler.blocks, scheduler.blocks.block_size
     known = request.num_known_tokens
@@ -94,4 +112,5 @@ def _count(scheduler: Scheduler, request: Request, num_cached: int) -> None:
         stats.num_hit_tokens += num_cached
     else:
         request.num_reused_tokens += num_cached
+        scheduler.costs.observe_return(request.num_known_tokens, num_cached)
         stats.num_resumed_hit_tokens += num_cached

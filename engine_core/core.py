@@ -18,19 +18,24 @@ from engine_core.block_manager import BlockManager
 from engine_core.outbox import NUMBER_SHIFT, Outbox
 from engine_core.recovery import forget_pool, requests_of, undo_in_flight
 from engine_core.request import Request
+from engine_core.rows import PlanRecord
 from engine_core.scheduler import Scheduler, Step
 from engine_core.status import explain
 from engine_core.stop import StopChecker
-from engine_core.update import update
+from engine_core.update import owner, update
 from ipc.config import CacheConfig, SchedulerConfig
 from ipc.errors import FAULT, INVALID, OVERLOADED
 from ipc.messages import (EMPTY, FINISH_ABORT, FINISH_ERROR, Abort, AddRequest, Admitted, Command, CommandReply,
-                          Finished, ModelRunnerOutput, NewRow, Outputs, SchedulerOutput, StepFailed, WorkerReady)
+                          Finished, ModelRunnerOutput, NewRow, Outputs, Pooled, SchedulerOutput, StepFailed,
+                          TokenLogprobs, WorkerReady)
 from ipc.sampling_params import MAX_N
 
 logger = logging.getLogger(__name__)
 
-MAX_FAULTS = 2                                  # failed steps a request survives, less one
+MAX_PRIORITY = 1 << 31                          # with ageing it stays within an int64 column
+MAX_STEP_FAULTS = 2                             # failed steps that end a request, if it was alone in the last
+MAX_LOST_WORKERS = 3                            # the same for steps that ended the worker (others may have killed it)
+MAX_BATCH_FAULTS = 3                            # failed steps of several requests in a row that end all of them
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -89,20 +94,35 @@ class EngineCore:
             try:
                 message.sampling_params.check_for_model(self.stop.vocab_size)
                 for request in requests:
-                    self.scheduler.add(request, message.cache_salt)
+                    self.scheduler.add(request)
             except ValueError as problem:       # the same for every choice, so none was queued
                 code, error = INVALID, str(problem)
             else:
                 self._arrivals += message.num_choices
                 self.requests.update((request.request_id, request) for request in requests)
+                if message.output_token_ids:
+                    self._end_complete(requests)
                 return
         for request_id in ids[:MAX_N]:
             self.outbox.finished(Finished(request_id, FINISH_ERROR, error_code=code, message=error), number)
+
+    def _end_complete(self, requests: list[Request]) -> None:
+        """End those that were re-added with all of their output: only the news of their end was lost."""
+        for request in requests:
+            end = self.stop.check_one(int.from_bytes(request.tokens[-4:], "little"), request.num_known_tokens,
+                                      request.min_total_tokens, request.max_total_tokens, request.params.ignore_eos,
+                                      request.stop_token_ids)
+            if end is not None:
+                self._end(request, end[0], stop_token=end[1])
 
     def _refusal(self, number: int, message: AddRequest, ids: range) -> tuple[int, str]:
         """(code, why) a request cannot even be queued; ("", 0): it can."""
         if not 1 <= message.num_choices <= MAX_N:
             return INVALID, f"n is {message.num_choices}; allowed are 1 to {MAX_N}"
+        if not 0 <= message.choice < MAX_N:
+            return INVALID, f"choice is {message.choice}; allowed are 0 to {MAX_N - 1}"
+        if abs(message.priority) > MAX_PRIORITY:
+            return INVALID, f"priority is {message.priority}; allowed are {-MAX_PRIORITY} to {MAX_PRIORITY}"
         if any(i >> NUMBER_SHIFT != number or i in self.requests for i in ids):
             return INVALID, f"request id {message.request_id} is not free for frontend {number}"
         if len(message.prompt_token_ids) % 4 or len(message.output_token_ids) % 4:
@@ -185,7 +205,10 @@ class EngineCore:
                 plan.advance = _pack([x for request, count in step.advance for x in (request.row, count)])
         rows.moves.clear()
         if step.chunks or step.idle:
-            plan.counts = _pack([x for request, count in step.chunks if count != 1 for x in (request.row, count)]
+            # A chunk of one token is named too when its prompt goes on: a row that is not named samples.
+            ends = record.samples if record.samples is not None else np.ones(rows.n, bool)
+            plan.counts = _pack([x for request, count in step.chunks if count != 1 or not ends[request.row]
+                                 for x in (request.row, count)]
                                 + [x for request in step.idle for x in (request.row, 0)])
         return plan
 
@@ -227,16 +250,44 @@ class EngineCore:
         tokens = np.frombuffer(result.tokens, np.int32)
         bad = np.frombuffer(result.bad_rows, np.int32)
         scheduler.costs.observe(record.num_tokens, record.num_rows, result.device_ns)
-        news = update(scheduler, self.stop, tokens, bad)
+        failed = {f.row: f for f in result.failed}
+        errors = {request: (f.error_code, f.message) for row, f in failed.items()
+                  if (request := owner(scheduler, record, row)) is not None}
+        extras = self._extras(record, result)   # before rows move
+        news = update(scheduler, self.stop, tokens, bad, np.fromiter(failed, np.int32, len(failed)),
+                      np.frombuffer(result.ended_rows, np.int32))
         self._is_blocked = False
         self.committed_step = result.step
         self.outbox.tokens(news.ids, news.index, news.tokens)
         self.outbox.stamps = (record.begin_ns, record.end_ns, result.received_ns, result.prepared_ns,
                               result.launched_ns, result.done_ns, result.device_ns, now_ns)
+        for number, kind, message in extras:
+            self.outbox.extra(number, kind, message)
         for request, reason, token in news.done:
-            failed = reason == FINISH_ERROR
-            self._report_end(request, reason, token, FAULT if failed else 0,
-                             "the model produced values that are not finite for this request" if failed else "")
+            code, text = 0, ""
+            if reason == FINISH_ERROR:
+                code, text = errors.get(request, (FAULT, "the model produced values that are not finite for this request"))
+            self._report_end(request, reason, token, code, text)
+
+    def _extras(self, record: PlanRecord, result: ModelRunnerOutput) -> list[tuple[int, str, Any]]:
+        """What few rows have besides a token: log-probabilities and vectors, addressed to their frontends."""
+        found: list[tuple[int, str, Any]] = []
+        for kind, rows in (("logprobs", result.logprobs), ("prompt_logprobs", result.prompt_logprobs)):
+            for row in rows:
+                request = owner(self.scheduler, record, row.row)
+                if request is None:
+                    continue
+                if kind == "prompt_logprobs":
+                    if row.position < request.num_prompt_logprobs:
+                        continue                # computed again after a preemption; it was told before
+                    request.num_prompt_logprobs = row.position + 1
+                found.append((request.request_id >> NUMBER_SHIFT, kind, TokenLogprobs(
+                    request.request_id, row.position, row.rank, row.token_ids, row.values)))
+        for vector in result.pooled:
+            request = owner(self.scheduler, record, vector.row)
+            if request is not None:
+                found.append((request.request_id >> NUMBER_SHIFT, "pooled", Pooled(request.request_id, vector.vector)))
+        return found
 
     def abort_step(self, failure: StepFailed) -> None:
         """A step failed on the worker, which waits for a reset. Nothing in flight counts; who is to blame, ends.
@@ -254,20 +305,41 @@ class EngineCore:
         named = [self.requests[i] for i in failure.request_ids if i in self.requests]
         undo_in_flight(scheduler)
         self._needs_reset, self._is_blocked = True, False
-        guilty = named
-        if not named:
-            for request in suspects:
-                request.num_faults += 1
-            guilty = [r for r in suspects if r.num_faults >= MAX_FAULTS] if len(suspects) == 1 else []
-        for request in guilty:
-            self._end(request, FINISH_ERROR, code=FAULT, message=f"the worker failed on this request: {failure.reason}")
-        if not named:
-            scheduler.suspects = [r for r in suspects if r.row >= 0]
+        if named:
+            self._blame(named, failure.reason)
+        else:
+            self._suspect(suspects, MAX_STEP_FAULTS, failure.reason)
 
-    def worker_lost(self) -> None:
-        """The worker and its pool are gone; a new one, with no rows, will take the next plan."""
-        forget_pool(self.scheduler)
+    def worker_lost(self, reason: str = "the worker ended") -> None:
+        """The worker and its pool are gone; a new one, with no rows, will take the next plan.
+
+        A crash is a preemption of everyone. What the lost step computed is suspected to have caused it.
+        """
+        scheduler = self.scheduler
+        in_flight = scheduler.rows.in_flight
+        suspects = requests_of(scheduler, in_flight[0]) if in_flight else []
+        forget_pool(scheduler)
         self._needs_reset = self._is_blocked = False
+        self._suspect(suspects, MAX_LOST_WORKERS, reason)
+
+    def _suspect(self, suspects: list[Request], max_faults: int, reason: str) -> None:
+        """One of these may have caused a fault. Alone, it is known; else they replay one by one, and the cause shows."""
+        scheduler = self.scheduler
+        for request in suspects:
+            request.num_faults += 1
+        scheduler.num_batch_faults += len(suspects) > 1
+        if len(suspects) == 1 and suspects[0].num_faults >= max_faults:
+            self._blame(suspects, reason)
+            scheduler.num_batch_faults = 0                      # the cause is found
+        elif scheduler.num_batch_faults >= MAX_BATCH_FAULTS:    # each is harmless alone, together they are not
+            self._blame(suspects, reason)
+            scheduler.num_batch_faults = 0
+        waiting = [r for r in scheduler.suspects if r not in suspects]      # theirs is still to come
+        scheduler.suspects = [r for r in suspects + waiting if not r.is_finished]
+
+    def _blame(self, requests: list[Request], reason: str) -> None:
+        for request in requests:
+            self._end(request, FINISH_ERROR, code=FAULT, message=f"the worker failed on this request: {reason}")
 
     # ------------------------------------------------------------ outputs
 

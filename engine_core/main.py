@@ -14,14 +14,15 @@ import traceback
 import zmq
 
 from engine_core.core import EngineCore
-from engine_core.recorder import ABORT_STEP, COMMIT, GONE, HANDLE, NoRecorder, Recorder
+from engine_core.recorder import ABORT_STEP, COMMIT, GONE, HANDLE, WORKER_LOST, NoRecorder, Recorder
 from engine_core.snapshot import Origin
 from ipc.config import CoreProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import (HELLO, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, Outputs, Phase, Shutdown,
-                          StepFailed, WorkerReady)
+from ipc.messages import (HELLO, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, Outputs, PeerDown, PeerUp, Phase,
+                          Shutdown, StepFailed, WorkerReady)
 from ipc.process import configure_logging
+from ipc.progress import Progress
 from ipc.sockets import Link, Router
 
 logger = logging.getLogger("engine_core")
@@ -49,6 +50,7 @@ class Links:
             self.poller.register(link.socket, zmq.POLLIN)
         self.poller.register(life.lifeline.fileno(), zmq.POLLIN)
         self.is_stopping = False
+        self.news: list[PeerUp | PeerDown] = []  # what the supervisor said of other processes, for the loop to take
 
     def poll(self, timeout_ms: int) -> None:
         """Sleep until something arrives. Notes a Shutdown; ends the process when the supervisor is gone."""
@@ -56,8 +58,21 @@ class Links:
         if any(source == fd for source, _ in self.poller.poll(timeout_ms)):
             for _, message in self.life.lifeline.receive():
                 self.is_stopping |= isinstance(message, Shutdown)
+                if isinstance(message, (PeerUp, PeerDown)):
+                    self.news.append(message)
             if self.life.lifeline.is_closed:
                 self.life.exit_orphaned()
+
+    def replace_worker(self, up: PeerUp) -> None:
+        """A new process plays this rank: greet it. It answers WorkerReady once its weights are there."""
+        old = self.workers[up.rank]
+        self.poller.unregister(old.socket)
+        old.close()
+        link = Link(self.context, connect=up.peer.address)
+        link.epoch = self.frontends.epoch
+        link.hello("engine_core", 0, os.getpid())
+        self.poller.register(link.socket, zmq.POLLIN)
+        self.workers[up.rank] = link
 
     def send_plan(self, plan: object) -> bytes:
         """To every worker; returns the frame that rank 0 got."""
@@ -90,13 +105,18 @@ def await_workers(links: Links, waiting_frontends: set[int]) -> WorkerReady:
     return ready[0] or WorkerReady(0, 0, 0, 0, [], "", "stopping")
 
 
-def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder) -> None:
+def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, progress: Progress) -> None:
     """Serve until Shutdown."""
     clock = time.monotonic_ns
     last_beat = clock()
-    rank0 = links.workers[0]
+    has_worker = True                           # false between a worker's end and its successor's WorkerReady
     while not links.is_stopping:
+        progress.working()
         links.poll(max(1, (last_beat + BEAT_NS - clock()) // 1_000_000 + 1))
+        for news in links.news:
+            has_worker &= take_news(core, links, recorder, news)
+        links.news.clear()
+        rank0 = links.workers[0]
         for number, header, message in links.frontends.drain():
             if header.kind == HELLO:
                 recorder.note(GONE, number, ())
@@ -115,10 +135,16 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder) 
                 recorder.note(ABORT_STEP, 0, rank0.last_frames)
                 logger.error("step %d failed: %s\n%s", message.step, message.reason, message.traceback)
                 core.abort_step(message)
+            elif isinstance(message, WorkerReady):
+                check_successor(core, message)
+                has_worker = True
+            elif isinstance(message, Phase):
+                for number in links.frontends.numbers.values():
+                    links.frontends.send(number, message)
         for link in links.workers[1:]:
             for _ in link.drain():
                 pass
-        while recorder.turn() and core.can_plan():
+        while has_worker and recorder.turn() and core.can_plan():
             plan = core.plan(clock())
             if plan is None:
                 recorder.note_plan(b"")
@@ -133,6 +159,31 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder) 
             last_beat = now
             for number in links.frontends.numbers.values():
                 links.frontends.send(number, core.fill(Outputs(0)))
+
+
+def take_news(core: EngineCore, links: Links, recorder: Recorder, news: PeerUp | PeerDown) -> bool:
+    """Another process ended or began. False: the worker is gone and no plan can be sent."""
+    if news.role == "frontend" and isinstance(news, PeerDown):
+        recorder.note(GONE, news.rank, ())
+        core.frontend_gone(news.rank)
+        links.frontends.forget(news.rank)
+    elif news.role == "worker" and isinstance(news, PeerDown):
+        logger.warning("%s; %d requests wait for its successor", news.reason, len(core.requests))
+        recorder.note(WORKER_LOST, 0, ())
+        core.worker_lost(news.reason)
+        return False
+    elif news.role == "worker" and isinstance(news, PeerUp):
+        links.replace_worker(news)
+        return False
+    return True
+
+
+def check_successor(core: EngineCore, ready: WorkerReady) -> None:
+    """Raises RuntimeError when a restarted worker offers less than the one before: blocks are numbered already."""
+    before = core.ready
+    if ready.num_blocks < before.num_blocks or ready.num_host_blocks < before.num_host_blocks:
+        raise RuntimeError(f"the new worker has {ready.num_blocks} blocks and {ready.num_host_blocks} host slots, the old "
+                           f"one had {before.num_blocks} and {before.num_host_blocks}")
 
 
 def recording_path(config: CoreProcess) -> str:
@@ -156,7 +207,7 @@ def serve(config: CoreProcess, life: ChildLife) -> None:
         core.on_dump = lambda: recorder.dump(recording_path(config))
         gc.freeze()
         try:
-            run(core, links, ready, recorder)
+            run(core, links, ready, recorder, Progress(config.run_dir, "engine_core-0"))
         except Exception as error:
             error.add_note(f"flight recording: {recorder.dump(recording_path(config))}; see launch.py replay")
             raise

@@ -4,7 +4,7 @@ A frontend that cannot take more costs nobody else anything: its outputs join he
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,15 +20,16 @@ NUMBER_SHIFT = 40                               # request_id = frontend number <
 class _Pending:
     """News for one frontend."""
 
-    __slots__ = ("columns", "admitted", "finished")
+    __slots__ = ("columns", "admitted", "finished", "extras")
 
     def __init__(self) -> None:
         self.columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []     # ids int64, index int64, tokens int32
         self.admitted: list[Admitted] = []
         self.finished: list[Finished] = []
+        self.extras: dict[str, list[Any]] = {}  # field of Outputs -> entries
 
     def __bool__(self) -> bool:
-        return bool(self.columns or self.admitted or self.finished)
+        return bool(self.columns or self.admitted or self.finished or self.extras)
 
 
 class Outbox:
@@ -49,6 +50,10 @@ class Outbox:
 
     def finished(self, news: Finished, number: int) -> None:
         self._of(number).finished.append(news)
+
+    def extra(self, number: int, field: str, entry: Any) -> None:
+        """Log-probabilities or a vector, for the list of this name in Outputs."""
+        self._of(number).extras.setdefault(field, []).append(entry)
 
     def tokens(self, ids: np.ndarray, index: np.ndarray, tokens: np.ndarray) -> None:
         if not ids.size:
@@ -83,6 +88,8 @@ class Outbox:
                 if self.stamps:
                     outputs.stamps = np.array((*self.stamps, now_ns), np.int64).data.cast("B")
             outputs.admitted, outputs.finished = pending.admitted, pending.finished
+            for field, entries in pending.extras.items():
+                setattr(outputs, field, entries)
             found.append((number, outputs))
         return found
 

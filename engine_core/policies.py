@@ -59,10 +59,19 @@ class WaitingQueue:
         return heap[0][1] if heap else None
 
     def pop(self, request: Request) -> None:
-        """Take out what `peek` returned."""
-        if heapq.heappop(self._heap)[1] is not request:
-            raise RuntimeError(f"{request} is not the first in the waiting queue")
+        """Take out what `peek` returned; at the cost of a rebuilt heap, any other request."""
+        if self._heap and self._heap[0][1] is request:
+            heapq.heappop(self._heap)
+        else:
+            self._remove(request)
         self._count(request, -1)
+
+    def _remove(self, request: Request) -> None:
+        kept = [entry for entry in self._heap if entry[1] is not request]
+        if len(kept) + 1 != len(self._heap):
+            raise RuntimeError(f"{request} does not wait")
+        heapq.heapify(kept)
+        self._heap = kept
 
     def discard(self, request: Request) -> None:
         """A queued request that has just been finished. Amortised O(1): the heap is rebuilt when half of it is dead."""
@@ -119,6 +128,10 @@ class LongestPrefixQueue(WaitingQueue):
         return self._chosen
 
     def pop(self, request: Request) -> None:
+        if request not in self._window:         # out of turn: nobody was overtaken by the policy
+            super().pop(request)
+            self._chosen = None
+            return
         for earlier in self._window:
             if earlier is request:
                 break

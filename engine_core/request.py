@@ -25,7 +25,7 @@ class Request:
                  "max_total_tokens", "min_total_tokens", "stop_token_ids", "status", "row", "blocks", "root", "hashes",
                  "num_published", "num_in_flight", "host_slots", "num_swapped_tokens", "num_cached_tokens",
                  "num_preemptions", "num_recomputed_tokens", "num_reused_tokens", "num_faults", "is_admitted",
-                 "arrival_time", "arrival_step", "num_overtaken", "num_queued_tokens", "__weakref__")
+                 "arrival_time", "salt", "num_prompt_logprobs", "arrival_step", "num_overtaken", "num_queued_tokens", "__weakref__")
 
     def __init__(self, message: AddRequest, arrival: int, arrival_step: int = 0, index: int = 0) -> None:
         params: SamplingParams = message.sampling_params
@@ -45,6 +45,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.row = -1
         self.blocks: list[int] = []                         # in logical order
+        self.salt = message.cache_salt                      # requests of different salts share no blocks
         self.root = b""                                     # start of its hash chain
         self.hashes: list[bytes] = []                       # of its full blocks of known tokens
         self.num_published = 0                              # leading blocks that are in the cache map or from it
@@ -56,6 +57,7 @@ class Request:
         self.num_recomputed_tokens = 0                      # computed, lost, to be computed again
         self.num_reused_tokens = 0                          # taken from the cache when it returned
         self.num_faults = 0                                 # failed steps it was part of
+        self.num_prompt_logprobs = 0                        # prompt positions whose log-probabilities were told
         self.num_overtaken = 0                              # later requests admitted before it (lpm)
         self.num_queued_tokens = 0                          # what it counts for in the waiting queue
         self.is_admitted = False                            # was scheduled at least once

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine_core.admission import admit
+from engine_core.admission import admit, admit_one
 from engine_core.block_hash import BlockHasher
 from engine_core.block_manager import BlockManager, HostPool
 from engine_core.cache_log import CacheLog
@@ -65,6 +65,7 @@ class Scheduler:
         self.prefilling: set[Request] = set()               # rows with more than one token to compute
         self.cache_log = CacheLog()
         self.suspects: list[Request] = []                   # of a failed step: each replays alone before others run
+        self.num_batch_faults = 0                           # failed steps of several requests since one succeeded
         self.stats = SchedulerStats()
         self.max_model_len = max_model_len
         self.cache_epoch = 0
@@ -82,7 +83,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ requests
 
-    def add(self, request: Request, salt: str = "") -> None:
+    def add(self, request: Request) -> None:
         """Queue a request. Hashes its prompt now, while the device works on an earlier step.
 
         Raises ValueError when it can never run. `max_total_tokens` is clamped to what fits.
@@ -103,9 +104,7 @@ class Scheduler:
         wanted = request.params.max_tokens
         limit = self.max_request_tokens
         request.max_total_tokens = limit if wanted is None else min(prompt + wanted, limit)
-        request.root = self.hasher.root(epoch=self.cache_epoch, salt=salt)
-        if self.blocks.enable_prefix_caching:
-            self.hasher.extend(request.hashes, request.root, request.tokens)
+        self._set_root(request, self.cache_epoch)
         self.waiting.push(request)
 
     def finish(self, request: Request) -> None:
@@ -128,9 +127,25 @@ class Scheduler:
         return len(self.blocks.find_cached_prefix(request.hashes, 0, limit)) * size
 
     def reset_prefix_cache(self) -> None:
-        """No block computed until now is found again, also not those of requests that still run."""
+        """No block computed until now is found again, nor any that is computed from one.
+
+        Requests that have old keys and values, in blocks or in host memory, go on with a root of their own (an epoch
+        that nobody else has); the others begin in the new epoch.
+        """
         self.cache_epoch += 1
         self.blocks.forget()
+        for request in [r for r in self.rows.request[:self.rows.n] if r is not None] + list(self.waiting):
+            is_old = request.row >= 0 or request.num_swapped_tokens > 0
+            self._set_root(request, -request.arrival if is_old else self.cache_epoch)
+
+    def _set_root(self, request: Request, epoch: int) -> None:
+        """Start the hash chain, over all tokens known outside the row. A request that needs all of its prompt computed
+        has a chain of its own, another one at each return, so it finds no cached block."""
+        if request.params.needs_whole_prompt:
+            epoch = -(request.arrival + (request.num_preemptions << 40))
+        request.root, request.hashes = self.hasher.root(epoch=epoch, salt=request.salt), []
+        if self.blocks.enable_prefix_caching:
+            self.hasher.extend(request.hashes, request.root, request.tokens)
 
     def _leave(self, request: Request) -> None:
         """Out of the rows; what it computed and is known is published."""
@@ -370,28 +385,35 @@ class Scheduler:
         return prefill_budget
 
     def _serve_suspect(self, step: Step, budget: int) -> bool:
-        """Plan the first suspect of a failed step alone; every other row waits. False: no suspect runs any more."""
-        self.suspects = [r for r in self.suspects if r.row >= 0]
+        """Plan the first suspect of a failed step alone; every other row waits. False: no suspect is left."""
+        self.suspects = [r for r in self.suspects if not r.is_finished]
         if not self.suspects:
             return False
-        rows, blocks, request = self.rows, self.blocks, self.suspects[0]
-        planned, length = int(rows.planned[request.row]), int(rows.length[request.row])
-        count = 0 if length >= int(rows.limit[request.row]) else self.chunk(length - planned, budget)
-        got = blocks.allocate(max(blocks.blocks_for(planned + count) - len(request.blocks), 0))
-        for victim in reversed(rows.in_order()):
-            if got is not None:
-                break
-            if victim is not request:
-                preempt(self, victim, step)
-                got = blocks.allocate(max(blocks.blocks_for(planned + count) - len(request.blocks), 0))
-        if got is None:
-            raise RuntimeError(f"a pool of {blocks.num_blocks} blocks does not hold {planned + count} tokens alone")
-        self._extend(step, request, got)
-        if count > 0:
-            step.chunks.append((request, count))
-            self.publish_planned(request, planned + count, step)
-        step.idle += [r for r in rows.request[:rows.n] if r is not None and (r is not request or count == 0)]
+        rows, request = self.rows, self.suspects[0]
+        if request.row < 0:
+            self._until_it_fits(step, request, lambda: rows.n < rows.seats
+                                and admit_one(self, step, request, budget) > 0)
+        else:
+            planned, length = int(rows.planned[request.row]), int(rows.length[request.row])
+            count = 0 if length >= int(rows.limit[request.row]) else self.chunk(length - planned, budget)
+            fresh = max(self.blocks.blocks_for(planned + count) - len(request.blocks), 0)
+            self._until_it_fits(step, request, lambda: self.blocks.num_free >= fresh)
+            self._extend(step, request, self.blocks.allocate(fresh) or [])
+            if count > 0:
+                step.chunks.append((request, count))
+                self.publish_planned(request, planned + count, step)
+            else:
+                step.idle.append(request)
+        step.idle += [r for r in rows.request[:rows.n] if r is not None and r is not request]
         return True
+
+    def _until_it_fits(self, step: Step, request: Request, fits: Callable[[], bool]) -> None:
+        """Preempt others, last in order first, until `fits`."""
+        victims = [r for r in self.rows.in_order() if r is not request]
+        while not fits():
+            if not victims:
+                raise RuntimeError(f"{request} does not fit a pool of {self.blocks.num_blocks} blocks alone")
+            preempt(self, victims.pop(), step)
 
     def give_back(self, request: Request) -> None:
         """Out of the running batch and back into the queue; its blocks are free."""
@@ -401,16 +423,21 @@ class Scheduler:
         self._leave(request)
         self.blocks.free(request.blocks)
         request.blocks = []
+        if request.params.needs_whole_prompt:
+            self._set_root(request, self.cache_epoch)
         self.waiting.push(request)
 
     def recompute(self, request: Request) -> None:
-        """A running request adopted a block that turned out to be worthless: it starts over from its tokens."""
+        """A running request has a block that turned out to be worthless: it starts over from its tokens. What plans in
+        flight return for it was computed from that block and is dropped."""
         request.num_recomputed_tokens += int(self.rows.computed[request.row])
-        request.num_published = NEVER_PUBLISH               # what it computed from it is worthless too
-        for block in request.blocks:
-            if self.blocks.ref_count[block] == 1:
-                self.blocks.unpublish(block)
+        request.num_published = NEVER_PUBLISH
         self.give_back(request)
+        if self.blocks.enable_prefix_caching:               # of all it knows, as for every waiting request
+            self.hasher.extend(request.hashes, request.root, request.tokens)
+        for record in self.rows.in_flight:
+            record.detached = {row: other for row, other in record.detached.items() if other is not request}
+        request.num_in_flight = 0
 
     # ------------------------------------------------------------ checking
 

@@ -44,6 +44,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     committed_step: int
     arrivals: int
     flags: list[bool]                           # needs_reset, is_blocked
+    num_batch_faults: int
     cache_epoch: int
     requests: list[RequestState]
     rows: list[int]                             # request ids in row order
@@ -74,7 +75,8 @@ def take(core: EngineCore) -> bytes:
         rows.flush(request)
     partial = blocks.partial.entries() if blocks.partial is not None else []
     return msgspec.msgpack.encode(Snapshot(
-        core.step, core.committed_step, core._arrivals, [core._needs_reset, core._is_blocked], scheduler.cache_epoch,
+        core.step, core.committed_step, core._arrivals, [core._needs_reset, core._is_blocked],
+        scheduler.num_batch_faults, scheduler.cache_epoch,
         [RequestState(r.params, bytes(r.tokens), int(r.status), [getattr(r, name) for name in _FIELDS])
          for r in core.requests.values()],
         [r.request_id for r in running], rows.computed[:rows.n].tolist(),
@@ -82,7 +84,7 @@ def take(core: EngineCore) -> bytes:
         np.fromiter(blocks.free_queue, np.int32, len(blocks.free_queue)).tobytes(),
         [(block, h) for block, h in enumerate(blocks.block_hash) if h is not None], partial,
         list(scheduler.host._free), list(scheduler.host._returned),
-        [scheduler.costs.prefill_token_ns, scheduler.costs.swap_block_ns], dataclasses.asdict(scheduler.stats),
+        scheduler.costs.state(), dataclasses.asdict(scheduler.stats),
         blocks.version, blocks.num_evicted))
 
 
@@ -94,6 +96,7 @@ def restore(origin: Origin, data: bytes) -> EngineCore:
     rows, blocks = scheduler.rows, scheduler.blocks
     core.step, core.committed_step, core._arrivals = snap.step, snap.committed_step, snap.arrivals
     core._needs_reset, core._is_blocked = snap.flags
+    scheduler.num_batch_faults = snap.num_batch_faults
     scheduler.cache_epoch = snap.cache_epoch
     for state in snap.requests:
         request = Request(AddRequest(0, memoryview(b""), state.params), 0)
@@ -122,7 +125,7 @@ def restore(origin: Origin, data: bytes) -> EngineCore:
         for parent, block, tokens in snap.partial:
             blocks.partial.add(block, parent, tokens)
     scheduler.host._free, scheduler.host._returned = list(snap.host_free), list(snap.host_returned)
-    scheduler.costs.prefill_token_ns, scheduler.costs.swap_block_ns = snap.costs
+    scheduler.costs.restore(snap.costs)
     for name, value in snap.stats.items():
         setattr(scheduler.stats, name, value)
     blocks.version, blocks.num_evicted = snap.version, snap.num_evicted

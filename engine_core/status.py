@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine_core.admission import free_blocks_needed
 from engine_core.request import Request
 
 if TYPE_CHECKING:
@@ -43,10 +44,7 @@ def _reason(scheduler: Scheduler, request: Request) -> str:
         return f"{len(scheduler.suspects)} requests of a failed step replay alone first"
     if rows.n >= rows.seats:
         return f"all {rows.seats} seats are taken (--max-num-seqs, --max-num-batched-tokens)"
-    hits = scheduler.cached_tokens(request)
-    computed = max(hits, request.num_swapped_tokens)
-    count = scheduler.chunk(request.num_known_tokens - computed, config.max_num_batched_tokens)
-    needs = blocks.blocks_for(computed + count) - hits // blocks.block_size
+    needs = free_blocks_needed(scheduler, request)
     if needs > blocks.num_free:
         return f"needs {needs} blocks, {blocks.num_free} are free, {ahead} requests ahead"
     return f"next in line for the token budget of {config.max_num_batched_tokens} a step, {ahead} requests ahead"

@@ -12,7 +12,9 @@ from engine_core.request import Request
 from engine_core.rows import PlanRecord
 from engine_core.scheduler import NEVER_PUBLISH, Scheduler
 from engine_core.stop import StopChecker
-from ipc.messages import FINISH_ERROR
+from ipc.messages import FINISH_ERROR, FINISH_STOP
+
+NO_ROWS = np.empty(0, np.int32)
 
 
 class Update:
@@ -25,9 +27,10 @@ class Update:
         self.done: list[tuple[Request, int, int]] = []      # request, reason, stop token id or -1
 
 
-def update(scheduler: Scheduler, stop: StopChecker, tokens: np.ndarray, bad_rows: np.ndarray) -> Update:
+def update(scheduler: Scheduler, stop: StopChecker, tokens: np.ndarray, bad_rows: np.ndarray = NO_ROWS,
+           failed_rows: np.ndarray = NO_ROWS, ended_rows: np.ndarray = NO_ROWS) -> Update:
     """Commit the oldest plan in flight. `tokens` int32 by the plan's rows, -1: none; `bad_rows`: rows of the plan whose
-    logits were not finite.
+    logits were not finite; `failed_rows`: rows that cannot go on; `ended_rows`: rows that their grammar ended.
 
     Finished requests have left when this returns. Raises RuntimeError when the result does not fit its plan.
     """
@@ -42,15 +45,22 @@ def update(scheduler: Scheduler, stop: StopChecker, tokens: np.ndarray, bad_rows
     stats = scheduler.stats
     stats.num_steps += 1
     stats.num_computed_tokens += record.num_tokens
-    if record.counts is None and not record.is_moved and not bad_rows.size:
+    if record.counts is None and not record.is_moved and not bad_rows.size and not failed_rows.size:
         if record.num_rows and int(tokens.min()) < 0:
             raise RuntimeError(f"step {record.step}: a row that computes its newest token returned none")
         result = _update_all(scheduler, stop, record.num_rows, tokens)
     else:
-        result = _update_some(scheduler, stop, record, tokens, bad_rows)
+        result = _update_some(scheduler, stop, record, tokens, bad_rows, failed_rows)
+    if ended_rows.size:
+        done = {request for request, _, _ in result.done}
+        result.done += [(request, FINISH_STOP, -1) for row in ended_rows.tolist()
+                        if (request := owner(scheduler, record, row)) is not None and request not in done]
     stats.num_sampled_tokens += result.tokens.size
     if scheduler.suspects and record.num_tokens:
-        scheduler.suspects.pop(0)                           # it was alone in this step, and the step succeeded
+        cleared = scheduler.suspects.pop(0)                 # it was alone in this step, and the step succeeded
+        cleared.num_faults = max(0, cleared.num_faults - 1)
+    elif record.num_tokens:
+        scheduler.num_batch_faults = 0
     for request, _, _ in result.done:
         scheduler.finish(request)
     stats.num_finished += len(result.done)
@@ -75,7 +85,7 @@ def _update_all(scheduler: Scheduler, stop: StopChecker, n: int, tokens: np.ndar
 
 
 def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, tokens: np.ndarray,
-                 bad_rows: np.ndarray) -> Update:
+                 bad_rows: np.ndarray, failed_rows: np.ndarray) -> Update:
     rows, n = scheduler.rows, record.num_rows
     then = np.arange(n)
     if record.is_moved:
@@ -87,6 +97,7 @@ def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, to
     expected = np.ones(n, bool) if record.samples is None else record.samples
     bad = np.zeros(n, bool)
     bad[bad_rows] = True
+    bad[failed_rows] = True
     if not np.array_equal(tokens >= 0, expected & ~bad):
         raise RuntimeError(f"step {record.step}: rows that returned a token differ from rows that sample")
     sampled = tokens[then] >= 0
@@ -127,29 +138,55 @@ def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, to
         output_index = np.concatenate([output_index, np.array(extra_index, np.int64)])
         got = np.concatenate([got, np.array(extra_tokens, np.int32)])
     result = Update(ids, output_index, got)
-    result.done = done + _end_bad(scheduler, record, bad_rows)
+    failed = [request for row in failed_rows.tolist() if (request := owner(scheduler, record, row)) is not None]
+    result.done = done + [(request, FINISH_ERROR, -1) for request in failed] + _end_bad(scheduler, record, bad_rows)
     return result
+
+
+def owner(scheduler: Scheduler, record: PlanRecord, row: int) -> Request | None:
+    """The live request that a row of this plan belongs to, wherever it is now; None: it has ended."""
+    now = int(record.current[row]) if record.is_moved else row
+    request = scheduler.rows.request[now] if now >= 0 else record.detached.get(row)
+    return request if request is not None and not request.is_finished else None
 
 
 def _end_bad(scheduler: Scheduler, record: PlanRecord, bad_rows: np.ndarray) -> list[tuple[Request, int, int]]:
     """Requests with logits that are not finite end; nothing they computed may be found by others, and those who adopted
     a block of theirs compute it again."""
-    rows, blocks = scheduler.rows, scheduler.blocks
-    ended: list[Request] = []
-    for row in bad_rows.tolist():
-        now = int(record.current[row]) if record.is_moved else row
-        request = rows.request[now] if now >= 0 else record.detached.get(row)
-        if request is not None and not request.is_finished:
-            ended.append(request)
+    blocks = scheduler.blocks
+    ended = [request for row in bad_rows.tolist() if (request := owner(scheduler, record, row)) is not None]
     tainted: set[int] = set()
+    keys: set[bytes] = set()
     for request in ended:
-        own = request.blocks[request.num_cached_tokens // blocks.block_size:]
-        tainted.update(own)
+        # Blocks it adopted are other requests' and sound. One that was preempted may have computed those itself since.
+        first = 0 if request.num_preemptions else request.num_cached_tokens // blocks.block_size
+        tainted.update(request.blocks[first:])
+        keys.update(request.hashes[first:])
         request.num_published = NEVER_PUBLISH
-        for block in own:
-            blocks.unpublish(block)
-    if tainted:
-        for request in [r for r in rows.request[:rows.n] if r is not None and r not in ended]:
-            if tainted.intersection(request.blocks):
-                scheduler.recompute(request)
+    tainted.update(block for h in keys if (block := blocks.cached.get(h)) is not None)
+    victims = _holders(scheduler, ended, tainted)
+    for block in tainted:
+        blocks.unpublish(block)
+    for request in victims:
+        scheduler.recompute(request)
+    for request in scheduler.waiting:
+        if request.host_slots and not keys.isdisjoint(request.hashes):
+            scheduler.drop_swap(request)
     return [(request, FINISH_ERROR, -1) for request in ended]
+
+
+def _holders(scheduler: Scheduler, ended: list[Request], tainted: set[int]) -> list[Request]:
+    """Running requests that hold a tainted block. What they computed after it is tainted too, and added."""
+    rows = scheduler.rows
+    others = [r for r in rows.request[:rows.n] if r is not None and r not in ended]
+    victims: list[Request] = []
+    found = True
+    while found:
+        found = False
+        for request in others:
+            first = next((i for i, block in enumerate(request.blocks) if block in tainted), None)
+            if first is not None and request not in victims:
+                tainted.update(request.blocks[first:])
+                victims.append(request)
+                found = True
+    return victims

@@ -8,8 +8,8 @@ except ModuleNotFoundError as error:            # an `ipc` that is not ours cann
     if error.name != "ipc.shadow":
         raise
     import ipc
-    raise ImportError(f"package 'ipc' is found at {ipc.__file__}, which hides the one beside {__path__[0]}; rename it, or "
-                      "put our folder first on PYTHONPATH") from None
+    raise ImportError(f"package 'ipc' is found at {ipc.__file__}, which hides the one beside {__path__[0]}; rename it, "
+                      "or put our folder first on PYTHONPATH") from None
 
 check_not_shadowed()
 

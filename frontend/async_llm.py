@@ -28,13 +28,13 @@ from ipc.cli import build_config
 from ipc.config import EngineConfig, ModelSection, Peer
 from ipc.engine_process import EngineProcess
 from ipc.errors import ConfigError, EngineDeadError, RequestError
-from ipc.messages import AddRequest, EngineReady, Phase
+from ipc.messages import AddRequest, EngineReady, EngineUp, PeerDown, PeerUp, Phase
 from ipc.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT_CHARS = 8192                        # above this, tokenizing moves to a thread
-WATCH_INTERVAL_S = 0.25
+WATCH_INTERVAL_S = 0.1
 
 
 class AsyncLLM:
@@ -54,6 +54,8 @@ class AsyncLLM:
         self._client: EngineClient | None = None
         self._watch: asyncio.Task[None] | None = None
         self._names = itertools.count()
+        self._resumed = asyncio.Event()         # clear: new requests wait
+        self._resumed.set()
         self.created = int(time.time())
         self.served_model_name = ""
         self.max_model_len = self.vocab_size = 0
@@ -128,10 +130,23 @@ class AsyncLLM:
     async def _watch_process(self, process: EngineProcess) -> None:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
+            for message in process.receive():
+                if isinstance(message, (PeerDown, PeerUp)):
+                    self.on_peer(message)
+                elif isinstance(message, EngineUp):
+                    self.pids = message.pids
             if process.died() is not None and self._client is not None:
                 self._client.fail(process.error())
                 await asyncio.to_thread(process.stop)   # a killed supervisor could not tidy up
                 return
+
+    def on_peer(self, news: PeerDown | PeerUp) -> None:
+        """The supervisor says that a process of the engine ended or was replaced. Only the core concerns a frontend."""
+        if self._client is not None and news.role == "engine_core":
+            if isinstance(news, PeerUp):
+                self._client.core_up(news.peer)
+            else:
+                self._client.core_down(news.reason)
 
     def engine_died(self, reason: str) -> None:
         """Somebody who watches the engine says it is gone."""
@@ -189,6 +204,8 @@ class AsyncLLM:
         wire = params.replace(n=1, stop=[]) if params.stop or params.n > 1 else params
         stream.choices = [Choice(stream, number, index, self.tokenizer)
                           for index, number in enumerate(client.next_ids(params.n))]
+        if self.is_paused:
+            await self._wait_resumed()
         try:
             client.add(stream.choices, AddRequest(
                 stream.choices[0].request_id, memoryview(tokens), wire, num_choices=params.n, priority=priority,
@@ -239,6 +256,27 @@ class AsyncLLM:
         return self.tokenizer.encode(text, False)
 
     # ------------------------------------------------------------ the engine
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests wait."""
+        return not self._resumed.is_set()
+
+    def pause(self) -> None:
+        """From now on new requests wait for `resume`; those that the engine has go on to their end. Idempotent."""
+        self._resumed.clear()
+
+    def resume(self) -> None:
+        """Let the waiting requests in. Idempotent."""
+        self._resumed.set()
+
+    async def _wait_resumed(self) -> None:
+        """Raises EngineDeadError when the engine ends meanwhile."""
+        while self.is_paused:
+            self._engine()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_INTERVAL_S):
+                    await self._resumed.wait()
 
     def default_max_tokens(self, prompt_len: int) -> int:
         """Tokens that fit behind a prompt of this length."""

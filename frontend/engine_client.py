@@ -19,7 +19,7 @@ import zmq
 from frontend.request_stream import Choice
 from ipc.codec import Header
 from ipc.config import Peer
-from ipc.errors import EngineDeadError
+from ipc.errors import EngineDeadError, RequestFailedError
 from ipc.messages import (FINISH_STOP, Abort, AddRequest, Command, CommandReply, EngineReady, Finished, HelloAck,
                           Outputs, Phase)
 from ipc.sockets import AsyncLink
@@ -47,10 +47,51 @@ class EngineClient:
         self._choices: dict[int, Choice] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._became_ready = asyncio.Event()
-        self._link = AsyncLink(self._context, core.address, f"{number}-{os.getpid()}".encode(), self._on_message)
-        self._link.epoch = core.epoch
-        self._link.hello("frontend", number, os.getpid())
-        self._link.start(self._loop)
+        self.num_restarts = 0                   # of the core, survived
+        self._link = self._connect(core)
+
+    def _connect(self, core: Peer) -> AsyncLink:
+        link = AsyncLink(self._context, core.address, f"{self.number}-{os.getpid()}-{core.epoch}".encode(),
+                         self._on_message)
+        link.epoch = core.epoch
+        link.hello("frontend", self.number, os.getpid())
+        link.start(self._loop)
+        return link
+
+    # ------------------------------------------------------------ the core's death and return
+
+    def core_down(self, reason: str) -> None:
+        """The core has ended and another one will come: streams pause. Control calls in progress fail."""
+        if self.dead is not None:
+            return
+        self.ready = None
+        self._became_ready.clear()
+        self.phase = Phase("engine_core", f"restarting after: {reason}", 0.0)
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(f"{reason}; the engine is restarting, call again"))
+
+    def core_up(self, core: Peer) -> None:
+        """Connect to the new core. When it is ready, every live request is added again as prompt + tokens received."""
+        if self.dead is not None or core.epoch == self.core.epoch:
+            return
+        if self.ready is not None:
+            self.core_down("the engine core was replaced")
+        self.core = core
+        self.num_restarts += 1
+        self._link.close()
+        self._link = self._connect(core)
+
+    def _replay(self) -> None:
+        for choice in list(self._choices.values()):
+            if choice.is_ended:
+                del self._choices[choice.request_id]        # it waited for the end of what nobody wants
+                continue
+            if choice.message is None:
+                raise RuntimeError(f"request {choice.request_id} is live and was never sent")
+            self._link.send(msgspec.structs.replace(
+                choice.message, request_id=choice.request_id, choice=choice.index, num_choices=1,
+                output_token_ids=np.array(choice.token_ids, np.int32).data.cast("B")))
 
     async def wait_ready(self) -> EngineReady:
         """Raises EngineDeadError when the engine ends first."""
@@ -70,13 +111,16 @@ class EngineClient:
     def add(self, choices: list[Choice], message: AddRequest) -> None:
         if self.dead is not None:
             raise self.dead
-        self._choices.update((choice.request_id, choice) for choice in choices)
-        self._link.send(message)
+        for choice in choices:
+            choice.message = message
+            self._choices[choice.request_id] = choice
+        if self.ready is not None:              # else they are sent when the core is ready
+            self._link.send(message)
 
     def abort(self, choices: list[Choice]) -> None:
         """Their outputs are not wanted any more. Idempotent; unknown ones are ignored."""
         ids = [choice.request_id for choice in choices if choice.request_id in self._choices]
-        if ids and self.dead is None:
+        if ids and self.dead is None and self.ready is not None:
             self._link.send(Abort(ids))
 
     def forget(self, choices: list[Choice]) -> None:
@@ -85,8 +129,7 @@ class EngineClient:
 
     async def command(self, name: str, request_id: int = 0) -> Any:
         """A control call to the core. Raises ValueError with the core's text."""
-        if self.dead is not None:
-            raise self.dead
+        await self.wait_ready()
         call = next(self._calls)
         future = self._replies[call] = self._loop.create_future()
         self._link.send(Command(call, name, request_id))
@@ -109,6 +152,7 @@ class EngineClient:
             self._on_outputs(message)
         elif isinstance(message, EngineReady):
             self.ready = message
+            self._replay()
             self._became_ready.set()
         elif isinstance(message, Phase):
             self.phase = message
@@ -134,11 +178,14 @@ class EngineClient:
             ids = np.frombuffer(outputs.request_ids, np.int64)
             stop_at = self._stop_positions(ids, outputs.finished)
             unwanted: list[Choice] = []
-            tokens = np.frombuffer(outputs.tokens, np.int32)
-            for i, (request_id, token) in enumerate(zip(ids.tolist(), tokens.tolist())):
+            tokens, index = np.frombuffer(outputs.tokens, np.int32), np.frombuffer(outputs.output_index, np.int32)
+            for i, (request_id, number, token) in enumerate(zip(ids.tolist(), index.tolist(), tokens.tolist())):
                 choice = choices.get(request_id)
                 if choice is None or choice.finish_reason is not None:
                     continue                    # aborted, or past a stop string: never text, never usage
+                if number != len(choice.token_ids):
+                    choice.stream.fail(RequestFailedError(f"token {number} arrived where {len(choice.token_ids)} was due"))
+                    continue
                 if choice.receive(token, i in stop_at):
                     unwanted.append(choice)
                     choice.stream.on_end()

@@ -118,7 +118,7 @@ def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thr
     """Must not refer to the LLM, or it would never be collected."""
     if loop.is_closed():
         return
-    if threading.current_thread() is thread:    # collected by a garbage collection in the loop itself, which cannot wait
+    if threading.current_thread() is thread:    # a garbage collection in the loop itself, which cannot wait
         threading.Thread(target=_close, args=(llm, loop, thread), name="LLM close").start()
         return
     if thread.is_alive():

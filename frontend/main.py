@@ -19,8 +19,9 @@ from frontend.openai.app import build_app
 from ipc.config import FrontendProcess
 from ipc.errors import ConfigError, EngineDeadError
 from ipc.lifeline import ChildLife
-from ipc.messages import ConfigFrontend, Shutdown
+from ipc.messages import ConfigFrontend, PeerDown, PeerUp, Shutdown
 from ipc.process import configure_logging
+from ipc.progress import Progress
 
 logger = logging.getLogger("frontend")
 
@@ -30,11 +31,22 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[Shutdown] = loop.create_future()
     parent = os.getppid()
+    peers: list[PeerDown | PeerUp] = []
+    llm: AsyncLLM | None = None
+    progress = Progress(config.run_dir, "frontend-0")
+
+    def beat() -> None:
+        progress.working()
+        loop.call_later(1.0, beat)
 
     def on_lifeline() -> None:
         for _, message in life.lifeline.receive():
             if isinstance(message, Shutdown) and not stopping.done():
                 stopping.set_result(message)
+            elif isinstance(message, (PeerDown, PeerUp)):
+                peers.append(message)
+                if llm is not None:
+                    llm.on_peer(peers.pop())
         if life.lifeline.is_closed:
             life.exit_orphaned()
 
@@ -46,7 +58,10 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
 
     loop.add_reader(life.lifeline.fileno(), on_lifeline)
     loop.add_signal_handler(signal.SIGTERM, on_signal)
+    beat()
     llm = await AsyncLLM.attach(config.core, config.number, config.model, config.frontend.served_model_name, wait=False)
+    for news in peers:
+        llm.on_peer(news)
     server = HttpServer(build_app(llm), socket_from_fd(config.listen_fd))
     await server.start()
     ready = asyncio.ensure_future(llm.wait_ready())
@@ -70,6 +85,7 @@ def main() -> None:
     try:
         config = life.config(ConfigFrontend)
         configure_logging("frontend", config.log_level)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)     # the supervisor tells of start and stop
         uvloop.run(serve(config, life))
     except (ConfigError, EngineDeadError) as error:
         life.fail(str(error))

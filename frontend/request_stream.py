@@ -14,7 +14,7 @@ from frontend.detokenizer import make_detokenizer
 from frontend.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
 from frontend.stop_strings import StopChecker
 from ipc.errors import error_from_code
-from ipc.messages import FINISH_ERROR, FINISH_NAMES, FINISH_STOP, Admitted, Finished
+from ipc.messages import AddRequest, FINISH_ERROR, FINISH_NAMES, FINISH_STOP, Admitted, Finished
 from ipc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Choice:
     """One sequence. `is_ended`: the caller's view; the engine may still hold it until its Finished arrives."""
 
     __slots__ = ("stream", "request_id", "index", "token_ids", "text", "num_taken_chars", "num_taken_tokens",
-                 "new_text", "finish_reason", "stop_reason", "is_reported", "_detokenizer", "_stop", "_min_tokens")
+                 "new_text", "finish_reason", "stop_reason", "is_reported", "message", "_detokenizer", "_stop", "_min_tokens")
 
     def __init__(self, stream: RequestStream, request_id: int, index: int, tokenizer: Tokenizer) -> None:
         params = stream.params
@@ -39,6 +39,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.is_reported = False                # its finish_reason was handed out
+        self.message: AddRequest | None = None  # as sent: with token_ids, all that a new core needs
         self._detokenizer = make_detokenizer(tokenizer, params.skip_special_tokens)
         self._stop = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens

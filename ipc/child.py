@@ -61,6 +61,7 @@ class Child:
         self.lifeline: Lifeline | None = None
         self.pidfd = -1                          # -1: this kernel has none, poll instead
         self.is_ready = False
+        self.num_blocks = 0                      # of a worker's pool, known once it was ready
         self.failure: Failure | None = None      # its own words, or how it ended
 
     @property
@@ -100,6 +101,7 @@ class Child:
                 messages.append(message)
                 if isinstance(message, Ready):
                     self.is_ready = True
+                    self.num_blocks = message.num_blocks or self.num_blocks
                 elif isinstance(message, Failure) and self.failure is None:
                     self.failure = message
         except WireError as error:

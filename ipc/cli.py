@@ -1,7 +1,8 @@
 """The one table of serving options: its rows make the command line, its targets fill EngineConfig.
 
 launch.py parses argv with it; AsyncLLM(**options) takes the same names with underscores. Spellings are those of vLLM
-where it has the option. Knows no processes; the values are checked by the structs of config.py.
+where it has the option. A value may also come from a file or the environment (option_sources.py). Knows no processes; the
+values are checked by the structs of config.py.
 """
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ipc.config import (DTYPES, LOG_LEVELS, POLICIES, PREEMPTION_MODES, CacheConfig, EngineConfig, FrontendSection,
-                        ModelSection, SchedulerConfig)
+from ipc.config import (DTYPES, KV_CACHE_DTYPES, LOG_LEVELS, POLICIES, PREEMPTION_MODES, QUANTIZATIONS, CacheConfig,
+                        EngineConfig, FrontendSection, ModelSection, SchedulerConfig)
 from ipc.errors import ConfigError
 from ipc.model_source import LOAD_FORMATS, Report, resolve_model
+from ipc.option_help import MAIN, OptionParser
+from ipc.option_sources import read_config_file, read_environment
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)")
 _SMALLEST_SIZE = 1 << 16
@@ -56,6 +59,8 @@ class Option(NamedTuple):
     help: str
     choices: tuple[str, ...] | None = None
     aliases: tuple[str, ...] = ()
+    is_list: bool = False                        # may be given several times; parse: of one item
+    is_secret: bool = False                      # its value is never shown
 
     @property
     def name(self) -> str:
@@ -67,6 +72,11 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--load-format", "", str, "auto; dummy: random weights at the model's true shape", LOAD_FORMATS),
         Option("--dtype", "model.dtype", str, "of weights and computation", DTYPES),
         Option("--max-model-len", "model.max_model_len", parse_count, "longest prompt plus output, for example 32k"),
+        Option("--quantization", "model.quantization", str, "of weights; auto: what a GGUF file holds, else none",
+               QUANTIZATIONS),
+        Option("--batch-invariant", "model.batch_invariant", bool, "only kernels whose rows do not depend on the batch"),
+        Option("--logits-processor", "model.logits_processors", str, "NAME=MODULE:FUNCTION, called for requests that "
+               "name it; may be given several times", is_list=True),
         Option("--seed", "model.seed", int, "of dummy weights"),
         Option("--download-dir", "", str, "folder for what is downloaded here (default ~/.cache/threefold)"),
         Option("--offline", "", bool, "use the network for nothing"),
@@ -78,6 +88,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                aliases=("--kv-cache-memory-bytes",)),
         Option("--gpu-memory-utilization", "cache.gpu_memory_utilization", float, "CUDA: share of the device to use"),
         Option("--cpu-memory-share", "cache.cpu_memory_share", float, "CPU: share of free memory for the pool"),
+        Option("--kv-cache-dtype", "cache.kv_cache_dtype", str, "of keys and values", KV_CACHE_DTYPES),
         Option("--enable-prefix-caching", "cache.enable_prefix_caching", bool, "share blocks of equal prefixes"),
         Option("--enable-partial-reuse", "cache.enable_partial_reuse", bool, "reuse part of a cached block, by copy"),
         Option("--swap-space", "cache.swap_space", parse_size, "host memory for swapped-out blocks, for example 1GiB"),
@@ -105,6 +116,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--device", "engine.device", str, "cpu, cuda or auto", ("auto", "cpu", "cuda")),
         Option("--attention-backend", "engine.attention_backend", str, "auto, or a backend by name"),
         Option("--num-threads", "engine.num_threads", int, "compute threads on a CPU; 0: one per core"),
+        Option("--restart", "engine.restart", bool, "restart a process that ends, and go on; else end with it"),
         Option("--flight-recorder", "engine.flight_recorder", bool, "keep the core's last messages for a replay"),
         Option("--flight-recorder-dir", "engine.flight_recorder_dir", str, "folder for recordings (default: temporary)"),
         Option("--log-level", "engine.log_level", str, "of all processes", LOG_LEVELS),
@@ -113,6 +125,18 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--host", "frontend.host", str, "address to listen on"),
         Option("--port", "frontend.port", int, "TCP port; 0: any free one"),
         Option("--served-model-name", "frontend.served_model_name", str, "the name that clients use"),
+        Option("--api-key", "frontend.api_keys", str, "a key that clients must send; repeatable", is_list=True,
+               is_secret=True),
+        Option("--admin-api-key", "frontend.admin_api_keys", str, "a key for the control routes, which are off without "
+               "one; repeatable", is_list=True, is_secret=True),
+        Option("--max-connections", "frontend.max_connections", parse_count, "open at once; more are refused with 503"),
+        Option("--ssl-certfile", "frontend.ssl_certfile", str, "serve HTTPS with this certificate (PEM)"),
+        Option("--ssl-keyfile", "frontend.ssl_keyfile", str, "its private key, if that is another file"),
+        Option("--allowed-origins", "frontend.allowed_origins", str, "web pages elsewhere that may call this server; *: "
+               "all; repeatable", is_list=True),
+        Option("--allowed-methods", "frontend.allowed_methods", str, "methods they may use; repeatable", is_list=True),
+        Option("--allowed-headers", "frontend.allowed_headers", str, "headers they may send; repeatable", is_list=True),
+        Option("--allow-credentials", "frontend.allow_credentials", bool, "let them send cookies"),
     ),
 }
 OPTIONS: dict[str, Option] = {option.name: option for group in GROUPS.values() for option in group}
@@ -120,22 +144,38 @@ _SECTIONS: dict[str, type] = {"model": ModelSection, "cache": CacheConfig, "sche
                               "frontend": FrontendSection, "engine": EngineConfig}
 
 
-def make_parser(prog: str = "launch.py") -> argparse.ArgumentParser:
-    """The command line of serving. Options not given are absent from the result: config.py has the defaults."""
-    parser = argparse.ArgumentParser(prog=prog, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+def make_parser(prog: str = "launch.py", *, is_server: bool = True, takes_model: bool = True,
+                description: str | None = None) -> OptionParser:
+    """The command line of an engine. Options not given are absent from the result: config.py has the defaults.
+
+    is_server=False leaves out what only an HTTP server has; takes_model=False leaves the positional argument to others.
+    """
+    parser = OptionParser(prog=prog, argument_default=argparse.SUPPRESS, main=MAIN, description=description)
+    if takes_model:
+        parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--model", metavar="MODEL", help="alias, folder in Hugging Face layout, .gguf file or hub id")
+    parser.add_argument("--config", metavar="FILE", help="options from a .yaml, .toml or .json file; each option also has "
+                        "an environment variable, THREEFOLD_PORT for --port. The command line wins, then the environment")
     for title, options in GROUPS.items():
+        options = tuple(option for option in options if is_server or not is_server_option(option))
+        if not options:
+            continue
+        parser.engine_options.update(option.name for option in options)
         group = parser.add_argument_group(title)
         for option in options:
-            text = option.help + default_text(option)
+            text = (option.help + default_text(option)).replace("%", "%%")
             if option.parse is bool:
                 group.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=text)
             else:
                 group.add_argument(option.flag, *option.aliases, dest=option.name, type=_argument(option.parse),
-                                   choices=option.choices, help=text,
+                                   choices=option.choices, help=text, action="append" if option.is_list else "store",
                                    metavar=None if option.choices else option.name.split("_")[-1].upper())
     return parser
+
+
+def is_server_option(option: Option) -> bool:
+    """It concerns the HTTP server only."""
+    return option.target.startswith("frontend.")
 
 
 def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -159,17 +199,44 @@ def default_text(option: Option) -> str:
     value = next(field.default for field in msgspec.structs.fields(_SECTIONS[section]) if field.name == name)
     if isinstance(value, bool):
         return " (default: on)" if value else " (default: off)"
+    if isinstance(value, tuple):
+        value = ", ".join(value)
     return "" if value in (None, "") else f" (default: {value})"
 
 
-def config_from_argv(argv: list[str], report: Report | None = None) -> EngineConfig:
+def config_from_argv(argv: list[str], report: Report | None = None,
+                     environ: Mapping[str, str] | None = None) -> EngineConfig:
     """The configuration that this command line asks for. Raises ConfigError; argparse exits with status 2."""
     parser = make_parser()
-    options = vars(parser.parse_args(argv))
-    names = [options.pop(key) for key in ("model_name", "model") if key in options]
-    if len(names) != 1:
+    model, options = read_options(parser, argv, report, environ)
+    if model is None:
         parser.error("name one model: --model qwen3-0.6b (an alias, a folder, a .gguf file or a hub id)")
-    return build_config(names[0], options, report=report)
+    return build_config(model, options, report=report)
+
+
+def read_options(parser: OptionParser, argv: list[str], report: Report | None = None,
+                 environ: Mapping[str, str] | None = None) -> tuple[str | None, dict[str, Any]]:
+    """(model, the other options) from the command line, the environment and --config, in that order of precedence; what
+    `parser` has besides OPTIONS is among the options too. Raises ConfigError; argparse exits with status 2."""
+    given = vars(parser.parse_args(argv))
+    names = [given.pop(key) for key in ("model_name", "model") if key in given]
+    if len(names) > 1:
+        parser.error(f"two models are named, {names[0]!r} and {names[1]!r}; name one")
+    sources: list[dict[str, Any]] = []
+    if "config" in given:
+        path = given.pop("config")
+        aliases = {alias[2:].replace("-", "_"): option for option in OPTIONS.values() for alias in option.aliases}
+        found = read_config_file(path, {"model", *OPTIONS, *aliases}, GROUPS)
+        sources.append({aliases[name].name if name in aliases else name: value for name, value in found.items()})
+    is_bool = {"model": False, **{name: option.parse is bool for name, option in OPTIONS.items()}}
+    sources.append(read_environment(os.environ if environ is None else environ, is_bool, report or (lambda line: None)))
+    options: dict[str, Any] = {}
+    for name, value in {key: value for source in sources for key, value in source.items()}.items():
+        if name == "model":
+            names = names or [str(value)]
+        elif name in parser.engine_options and value is not None:
+            options[name] = _convert(OPTIONS[name], value)
+    return (names[0] if names else None), options | given
 
 
 def build_config(model: str, options: Mapping[str, Any], *, serve: bool = True,
@@ -195,6 +262,8 @@ def build_config(model: str, options: Mapping[str, Any], *, serve: bool = True,
 
 def _convert(option: Option, value: Any) -> Any:
     """From Python callers values come as anything; what argparse made passes unchanged."""
+    if option.is_list:
+        return tuple(_items(option, value))
     expected: dict[Any, tuple[type, ...]] = {bool: (bool,), float: (int, float, str), str: (str,)}
     if type(value) not in expected.get(option.parse, (int, str)):
         raise ConfigError(f"option {option.name} is {value!r}; it takes {option.parse.__name__}")
@@ -204,6 +273,21 @@ def _convert(option: Option, value: Any) -> Any:
         raise ConfigError(f"option {option.name}: {error}") from None
     except ValueError:
         raise ConfigError(f"option {option.name} is {value!r}; it takes {option.parse.__name__}") from None
+
+
+def _items(option: Option, value: Any) -> list[str]:
+    """Texts of a repeatable option. A JSON list, which is how vLLM spells it, counts as its items."""
+    if isinstance(value, (list, tuple)):
+        return [item for one in value for item in _items(option, one)]
+    if not isinstance(value, str):
+        shown = "hidden" if option.is_secret else repr(value)
+        raise ConfigError(f"option {option.name} is {shown}; it takes text or a list of texts")
+    if not value.startswith("["):
+        return [value]
+    try:
+        return msgspec.json.decode(value, type=list[str])
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        raise ConfigError(f"option {option.name} begins with [ and is no JSON list of texts") from None
 
 
 def _offline_mode() -> bool:

@@ -43,7 +43,9 @@ def _describe(tp: Any, seen: dict[type, None]) -> str:
     return getattr(tp, "__name__", str(tp))
 
 def _default(field: Any) -> str:
-    """Columns default to an empty view, whose repr is an address."""
+    """Columns default to an empty view, whose repr is an address; lists to what a factory makes."""
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f"{getattr(field.default_factory, '__name__', 'made')}()"
     return "" if isinstance(field.default, memoryview) else repr(field.default)
 
 

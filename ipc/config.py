@@ -16,6 +16,8 @@ from ipc.model_source import ModelFiles
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority", "lpm")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -37,6 +39,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kv_cache_memory: int | None = None          # bytes of the pool
     gpu_memory_utilization: float = 0.9         # CUDA: share of the device that weights, activations and pool may use
     cpu_memory_share: float = 0.25              # CPU: share of free memory given to the pool when no size is named
+    kv_cache_dtype: str = "auto"                # of keys and values; auto: bfloat16 beside quantized weights, else as computed
     enable_prefix_caching: bool = True
     enable_partial_reuse: bool = True           # reuse the cached part of a block that matches only in part, by copy
     swap_space: int = 0                         # bytes of host memory for swapped-out blocks; 0: no swapping
@@ -49,6 +52,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             _range("kv_cache_memory", self.kv_cache_memory, 1)
         _range("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
         _range("cpu_memory_share", self.cpu_memory_share, 0.01, 0.95)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _range("swap_space", self.swap_space, 0)
 
 
@@ -70,7 +74,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         _range("max_num_seqs", self.max_num_seqs, 1, 65536)
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 24)
         _range("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _range("priority_aging_steps", self.priority_aging_steps, 1)
+        _range("priority_aging_steps", self.priority_aging_steps, 1, 1 << 30)
         _range("lpm_max_overtakes", self.lpm_max_overtakes, 1)
         _range("max_num_queued_reqs", self.max_num_queued_reqs, 0)
         _range("max_num_queued_tokens", self.max_num_queued_tokens, 0)
@@ -84,9 +88,13 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     dtype: str = "auto"                         # compute and weight dtype
     max_model_len: int | None = None            # None: the model's own limit
     seed: int = 0                               # of dummy weights
+    quantization: str = "auto"                  # of weights; auto: what a GGUF file holds, else none
+    logits_processors: tuple[str, ...] = ()     # name=module:function, registered in the worker
+    batch_invariant: bool = False               # refuse to start where a row's result depends on the rows beside it
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
         if self.max_model_len is not None:
             _range("max_model_len", self.max_model_len, 1)
 
@@ -96,9 +104,35 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str = ""                 # "": the name given as --model
+    max_connections: int = 4096                 # open at once; more are answered 503 and closed
+    api_keys: tuple[str, ...] = ()              # none: whoever reaches the port may use it
+    admin_api_keys: tuple[str, ...] = ()        # none: there are no control routes
+    allowed_origins: tuple[str, ...] = ()       # of web pages elsewhere that may call this server; "*": all
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    ssl_keyfile: str = ""                       # "": the key is in ssl_certfile
+    ssl_certfile: str = ""                      # "": plain HTTP
 
     def __post_init__(self) -> None:
         _range("port", self.port, 0, 65535)
+        _range("max_connections", self.max_connections, 1, 1 << 20)
+        for name in ("api_key", "admin_api_key"):
+            for key in getattr(self, f"{name}s"):
+                if not 8 <= len(key) <= 256 or not all("!" <= char <= "~" for char in key):
+                    raise ConfigError(f"--{name.replace('_', '-')} has a key of {len(key)} characters; allowed are 8 to "
+                                      "256, printable ASCII without spaces")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("--ssl-keyfile needs a certificate: add --ssl-certfile FILE")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("--allow-credentials needs named origins; replace * in --allowed-origins")
+
+    def __repr__(self) -> str:
+        """Without the keys, so that no log line or traceback shows one."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        for name in ("api_keys", "admin_api_keys"):
+            shown[name] = f"<{len(shown[name])} hidden>"
+        return f"FrontendSection({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -110,6 +144,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     device: str = "auto"                        # "cpu", "cuda" or "auto"
     attention_backend: str = "auto"
     num_threads: int = 0                        # compute threads of a CPU worker; 0: one per usable core
+    restart: bool = True                        # restart a process that ends; False: end with it
     flight_recorder: bool = True                # keep the core's last messages, to be replayed after a fault
     flight_recorder_dir: str = ""               # where recordings are written; "": the folder for temporary files
     serve: bool = True

@@ -40,6 +40,7 @@ class EngineProcess:
         self._up: EngineUp | None = None
         self._reason: str | None = None          # why it is gone
         self._traceback = ""
+        self._inbox: list[Any] = []              # read and not yet handed out
 
     @property
     def pid(self) -> int:
@@ -88,7 +89,9 @@ class EngineProcess:
                 poller.register(fd, select.POLLIN)
                 poller.poll(timeout * 1000)
         with self._lock:
-            return self._drain()
+            self._drain()
+            inbox, self._inbox = self._inbox, []
+            return inbox
 
     def died(self) -> str | None:
         """The reason, once the engine is gone; None while it lives. Never blocks for longer than a moment."""
@@ -104,7 +107,7 @@ class EngineProcess:
         return error
 
     def stop(self, timeout: float = 3.0) -> None:
-        """End the engine; no process, descriptor or file of it is left. Idempotent; a second caller waits for the first."""
+        """End the engine; no process, descriptor or file of it is left. Idempotent: a second caller waits."""
         if os.getpid() != self._owner:           # a forked copy: the engine is its parent's
             if self._lifeline is not None:
                 self._lifeline.sock.close()
@@ -138,11 +141,11 @@ class EngineProcess:
     def _lifeline_is_closed(self) -> bool:
         return self._lifeline is None or self._lifeline.is_closed
 
-    def _drain(self) -> list[Any]:
-        """Read what has arrived and note it. Called with the lock."""
+    def _drain(self) -> None:
+        """Read what has arrived, note it and keep it for `receive`. Called with the lock."""
         if (self._lifeline is None or self._process is None or self._lifeline.is_closed
                 or os.getpid() != self._owner):  # a forked copy must not take its parent's messages
-            return []
+            return
         try:
             messages = [message for _, message in self._lifeline.receive()]
         except WireError as error:
@@ -150,7 +153,7 @@ class EngineProcess:
             self._reason = self._reason or f"the engine's supervisor (pid {self._process.pid}): {error}"
         for message in messages:
             if isinstance(message, EngineUp):
-                self._up = message
+                self._up = message               # again after a restart: other pids
             elif isinstance(message, Failure) and self._reason is None:
                 self._reason, self._traceback = message.reason, message.traceback
         if self._lifeline.is_closed and self._reason is None:
@@ -159,7 +162,7 @@ class EngineProcess:
             except subprocess.TimeoutExpired:
                 how = "hung up"
             self._reason = f"the engine's supervisor (pid {self._process.pid}) {how}"
-        return messages
+        self._inbox += messages
 
     @staticmethod
     def _wait_for_children(pids: list[int]) -> None:

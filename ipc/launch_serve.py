@@ -14,9 +14,11 @@ import time
 from typing import Any, NamedTuple
 
 from ipc.aliases import DEMO_ALIAS
+from ipc.capacity import weights_warning
 from ipc.cli import config_from_argv
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.machine import gpus, memory
 from ipc.messages import EngineUp, Failure, Phase, Ready
 from ipc.screen import Screen, Stopwatch
 from ipc.supervisor import EXIT_START_FAILED, Supervisor
@@ -38,6 +40,8 @@ def main(argv: list[str], *, is_demo: bool = False, started: float | None = None
         with Stopwatch(screen, "launch", "find model") as phase:
             config = config_from_argv(argv, report=screen.line)
             phase.detail = config.model.files.path or "random weights"
+        if warning := memory_warning(config):
+            screen.line(f"launch.py: {warning}")
         session = _Session(config, screen, started, is_demo, once)
         return session.run()
     except (ConfigError, OSError) as error:
@@ -54,6 +58,15 @@ def _demo_argv(argv: list[str]) -> list[str]:
     return argv if has_model else ["--model", DEMO_ALIAS, *argv]
 
 
+def memory_warning(config: EngineConfig) -> str:
+    """One line when the weights will hardly fit into this machine's memory: the kernel would end the worker without a
+    word. Only a warning: what a worker keeps of the weights is its own affair. "" on GPUs, and for GGUF files."""
+    if config.model.files.kind == "gguf" or config.device == "cuda" or (config.device == "auto" and gpus()[0]):
+        return ""
+    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+    return weights_warning(config.model.files.config, dtype, memory()[0])
+
+
 class _Session:
     """One run of the engine and what is said about it."""
 
@@ -61,6 +74,7 @@ class _Session:
         self.config, self.screen, self.started = config, screen, started
         self.is_demo, self.once = is_demo, once
         self.details: dict[str, str] = {}        # what a process said when it was ready -> its name
+        self.num_starts = 0
         self.demo_error = ""
         self.supervisor = Supervisor(config, self.report)
 
@@ -79,7 +93,10 @@ class _Session:
                 self.details.setdefault(event.detail, name)     # core and worker describe the same pool
         elif isinstance(event, Failure):
             self.screen.line(f"{event.traceback}launch.py: {event.reason}")
+        elif isinstance(event, EngineUp) and self.num_starts:
+            self.screen.line(f"launch.py: serving again; PIDs {', '.join(map(str, event.pids))}")
         elif isinstance(event, EngineUp):
+            self.num_starts += 1
             self._print_block(event)
             if self.is_demo:
                 threading.Thread(target=self._demo, name="demo", daemon=True).start()
@@ -102,7 +119,7 @@ class _Session:
         names = ["supervisor", *(child.name for child in self.supervisor.children)]
         body = json.dumps({"model": self.model_name, "messages": [{"role": "user", "content": "Hello!"}]})
         rows = [("URL", f"{self.url}/v1"), ("model", self.model_name),
-                *((name, detail) for detail, name in self.details.items()),
+                *(row for detail, name in self.details.items() for row in _detail_rows(name, detail)),
                 ("PIDs", ", ".join(f"{name} {pid}" for name, pid in zip(names, up.pids))),
                 ("ready after", f"{time.monotonic() - self.started:.1f} s"),
                 ("try", f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")]
@@ -118,7 +135,8 @@ class _Session:
         try:
             self._print_answer(ask(self.address, self.model_name, _DEMO_PROMPT, _DEMO_MAX_TOKENS))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            self.demo_error = str(error)
+            self.num_starts = 0
+        self.demo_error = str(error)
             self.screen.line(f"launch.py: the demo request failed: {error}")
         if self.demo_error or self.once:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -137,6 +155,12 @@ class _Session:
         say(f"    from the command to the first token {answer.first_token_at - self.started:.1f} s")
         if not self.once:
             say("\n  Serving. Ctrl-C stops it.")
+
+
+def _detail_rows(name: str, detail: str) -> list[tuple[str, str]]:
+    """What a process says of itself; of a worker, the part behind "; " is how much fits."""
+    text, found, capacity = detail.partition("; weights ")
+    return [(name, text), *([("capacity", f"weights {capacity}")] if found else [])]
 
 
 class Answer(NamedTuple):

@@ -128,8 +128,8 @@ class ChildLife:
         self.lifeline.send(message)
         return message
 
-    def ready(self, detail: str = "") -> None:
-        self.lifeline.send(Ready(detail))
+    def ready(self, detail: str = "", num_blocks: int = 0) -> None:
+        self.lifeline.send(Ready(detail, num_blocks))
 
     def fail(self, reason: str, traceback: str = "") -> None:
         """Say why and end. Does not return."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ipc.config import CoreProcess, EngineConfig, FrontendProcess, WorkerProcess
+from ipc.config import CoreProcess, EngineConfig, FrontendProcess, Peer, WorkerProcess
 from ipc.sampling_params import SamplingParams
 
 EMPTY = memoryview(b"")
@@ -49,6 +49,7 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Child -> supervisor, once: it serves. The text is printed."""
     detail: str
+    num_blocks: int = 0                         # of a worker's pool: a successor must have as many
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +62,20 @@ class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Supervisor -> child: stop. A frontend finishes its streams for drain_s seconds first."""
     reason: str
     drain_s: float = 0.0
+
+
+class PeerDown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Supervisor -> child: another process has ended. A PeerUp follows, unless everything ends."""
+    role: str
+    rank: int                                   # of a frontend: its number
+    reason: str
+
+
+class PeerUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Supervisor -> child: a new process plays this role; connect to it."""
+    role: str
+    rank: int
+    peer: Peer
 
 
 class EngineUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,6 +161,21 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, gc=False):
     scheduled_ns: int
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities at one position of a request, inside Outputs. Fields as in RowLogprobs."""
+    request_id: int
+    position: int
+    rank: int
+    token_ids: memoryview
+    values: memoryview
+
+
+class Pooled(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The vector of a pooling request, inside Outputs; its Finished follows in the same message."""
+    request_id: int
+    vector: memoryview                          # float32 [E]
+
+
 class Outputs(msgspec.Struct, array_like=True, gc=False):
     """Engine core -> frontend after each step with news for it, and once a second when idle: the heartbeat.
 
@@ -161,6 +191,9 @@ class Outputs(msgspec.Struct, array_like=True, gc=False):
     num_waiting: int = 0
     num_free_blocks: int = 0
     stamps: memoryview = EMPTY                  # int64: STAMPS below, of the step that made these tokens
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    pooled: list[Pooled] = []
 
 
 # Times of one step in Outputs.stamps. Together with the frontend's own they give the whole timeline.
@@ -203,7 +236,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     new_blocks: memoryview = EMPTY
     extend: memoryview = EMPTY                  # pairs (row, block) appended to block tables, in order
     advance: memoryview = EMPTY                 # pairs (row, n): n more tokens are in blocks adopted from the cache
-    counts: memoryview = EMPTY                  # pairs (row, n) where n is not 1; 0: computes nothing
+    counts: memoryview = EMPTY                  # pairs (row, n) where n is not 1 or nothing is sampled; 0: computes nothing
     swap_out: memoryview = EMPTY                # pairs (block, host slot)
     copies: memoryview = EMPTY                  # pairs (source block, target block)
     swap_in: memoryview = EMPTY                 # pairs (host slot, block)
@@ -225,6 +258,28 @@ class WorkerReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     swap_block_ns: int = 0                      # measured time to copy one block out and back; 0: not measured
 
 
+class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities at one sampled or prompt position, inside ModelRunnerOutput. `row` is the plan's."""
+    row: int
+    position: int                               # of a sampled token: its output number; of a prompt token: its position
+    rank: int                                   # of the token itself among all, 1: the largest
+    token_ids: memoryview                       # the token itself first, then the top ones in falling order
+    values: memoryview                          # float32, of token_ids
+
+
+class RowPooled(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The vector of a pooling request whose prompt is computed, inside ModelRunnerOutput."""
+    row: int
+    vector: memoryview                          # float32 [E]
+
+
+class RowFailure(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One request of the step cannot go on (a grammar that does not compile, say); the others are not affected."""
+    row: int
+    error_code: int                             # ipc.errors code
+    message: str
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Worker -> engine core: the sampled tokens of one step, by the plan's rows."""
     step: int
@@ -235,6 +290,11 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     launched_ns: int = 0
     done_ns: int = 0
     device_ns: int = 0                          # time of the forward pass on the device
+    logprobs: list[RowLogprobs] = []            # of sampled tokens whose requests ask for them
+    prompt_logprobs: list[RowLogprobs] = []     # of prompt tokens computed in this step, each position once
+    pooled: list[RowPooled] = []
+    ended_rows: memoryview = EMPTY              # rows that their grammar ended with this token
+    failed: list[RowFailure] = []
 
 
 class StepFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -255,7 +315,7 @@ HELLO = 1
 KINDS: dict[int, type] = {
     2: HelloAck,
     10: ConfigWorker, 11: ConfigCore, 12: ConfigFrontend, 13: Phase, 14: Ready, 15: Failure, 16: Shutdown, 17: EngineUp,
-    18: Start,
+    18: Start, 19: PeerDown, 25: PeerUp,
     20: AddRequest, 21: Abort, 22: Command,
     30: EngineReady, 31: Outputs, 32: CommandReply,
     40: SchedulerOutput,

@@ -6,7 +6,6 @@ Field names are vLLM's.
 """
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -17,6 +16,13 @@ MAX_N = 128                 # choices of one request
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 16384
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 256   # of one sequence; two sequences for each word
+MAX_LOGITS_PROCESSORS = 8
+POOLING_KINDS = ("", "last", "mean")
 SEED_LIMIT = 1 << 64
 
 
@@ -38,6 +44,20 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    # What changes the logits, in the order in which it is applied (worker/sampling/sampler.py).
+    logits_processors: list[str] = []           # names registered in the worker
+    logit_bias: dict[int, float] = {}           # token id -> added to its logit
+    repetition_penalty: float = 1.0             # > 1: tokens of prompt and output become less likely
+    frequency_penalty: float = 0.0              # per time a token was put out
+    presence_penalty: float = 0.0               # once for each token that was put out
+    allowed_token_ids: list[int] | None = None  # only these may be sampled; None: all
+    bad_words: list[str] = []                   # texts whose last token is not sampled after the ones before it
+    bad_words_token_ids: list[list[int]] = []   # the same as tokens; the frontend adds those of bad_words
+    logprobs: int | None = None                 # of each output token and this many likeliest; 0: of the token alone
+    prompt_logprobs: int | None = None          # the same for the prompt; its cached prefix is then not reused
+    pooling: str = ""                           # "last" or "mean": a vector instead of tokens; set by encode()
+    pooling_normalize: bool = True              # the vector has length 1
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -46,6 +66,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             msgspec.structs.force_setattr(self, "stop", [])
         if self.stop_token_ids is None:
             msgspec.structs.force_setattr(self, "stop_token_ids", [])
+        for name, empty in _EMPTY.items():
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, empty())
         if self.top_k == -1:
             msgspec.structs.force_setattr(self, "top_k", 0)
         _integer("n", self.n, 1, MAX_N)
@@ -66,17 +89,56 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower it or "
                                "raise max_tokens", "min_tokens")
         _strings("stop", self.stop)
-        if not isinstance(self.stop_token_ids, list):
-            raise RequestError(f"stop_token_ids must be a list of token ids, not {_show(self.stop_token_ids)}",
-                               "stop_token_ids")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}",
-                               "stop_token_ids")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, (1 << 31) - 1)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        _token_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {_show(getattr(self, name))}", name)
+        self._check_logits_changes()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.pooling not in POOLING_KINDS:
+            raise RequestError(f"pooling is {_show(self.pooling)}; allowed are last and mean", "pooling")
+        if self.pooling and (self.max_tokens != 1 or self.n != 1):
+            raise RequestError("a pooling request puts out no tokens; leave n at 1 and max_tokens at 1", "pooling")
+
+    def _check_logits_changes(self) -> None:
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty is 0 but must be above 0; 1 is off", "repetition_penalty")
+        _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not isinstance(self.logit_bias, dict):
+            raise RequestError(f"logit_bias must map token ids to numbers, not {_show(self.logit_bias)}", "logit_bias")
+        _count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, (1 << 31) - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+        if self.allowed_token_ids is not None:
+            _token_list("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids is empty; name at least one token, or leave it out",
+                                   "allowed_token_ids")
+        _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        if not isinstance(self.bad_words_token_ids, list):
+            raise RequestError(f"bad_words_token_ids must be a list of lists of token ids, not "
+                               f"{_show(self.bad_words_token_ids)}", "bad_words_token_ids")
+        _count("bad_words_token_ids", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
+        for word in self.bad_words_token_ids:
+            _token_list("bad_words_token_ids", word, MAX_BAD_WORD_TOKENS)
+            if not word:
+                raise RequestError("bad_words_token_ids has an empty list; name at least one token",
+                                   "bad_words_token_ids")
+        _strings("logits_processors", self.logits_processors, MAX_LOGITS_PROCESSORS)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Something of every prompt position is asked for: a cached prefix, which has none of it, is of no use."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A checked copy with some fields changed."""
@@ -84,13 +146,23 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     def check_for_model(self, vocab_size: int) -> None:
         """Raises RequestError for a token id that the model's logits do not have."""
-        for token in self.stop_token_ids:
-            if token >= vocab_size:
-                raise RequestError(f"stop_token_ids contains {token}; the model's ids are 0 to {vocab_size - 1}",
-                                   "stop_token_ids")
+        used = {"stop_token_ids": self.stop_token_ids, "logit_bias": self.logit_bias,
+                "allowed_token_ids": self.allowed_token_ids or (),
+                "bad_words": [token for word in self.bad_words_token_ids for token in word]}
+        for name, tokens in used.items():
+            largest = max(tokens, default=0)
+            if largest >= vocab_size:
+                raise RequestError(f"{name} contains {largest}; the model's ids are 0 to {vocab_size - 1}", name)
+
+
+_EMPTY: dict[str, Any] = {"logits_processors": list, "logit_bias": dict, "bad_words": list, "bad_words_token_ids": list}
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+          "pooling_normalize")
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -105,16 +177,30 @@ def _integer(name: str, value: Any, low: int, high: int) -> None:
 def _number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(f"{name} must be a number, not {_show(value)}", name)
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:                # also false for nan
         raise RequestError(f"{name} is {_show(value)}; allowed are {low:g} to {high:g}", name)
 
 
-def _strings(name: str, value: Any) -> None:
+def _count(name: str, value: Any, limit: int, unit: str = "entries") -> None:
+    if len(value) > limit:
+        raise RequestError(f"{name} has {len(value)} {unit}; at most {limit}", name)
+
+
+def _token_list(name: str, value: Any, limit: int) -> None:
+    if not isinstance(value, list):
+        raise RequestError(f"{name} must be a list of token ids, not {_show(value)}", name)
+    _count(name, value, limit, "ids")
+    for token in value:
+        _integer(name, token, 0, (1 << 31) - 1)
+
+
+def _strings(name: str, value: Any, limit: int = MAX_STOP_STRINGS) -> None:
     if not isinstance(value, list) or not all(isinstance(s, str) for s in value):
         raise RequestError(f"{name} must be a string or a list of strings, not {_show(value)}", name)
-    if len(value) > MAX_STOP_STRINGS:
-        raise RequestError(f"{name} has {len(value)} strings; at most {MAX_STOP_STRINGS}", name)
+    if len(value) > limit:
+        raise RequestError(f"{name} has {len(value)} strings; at most {limit}", name)
     for text in value:
         if not text or len(text) > MAX_STOP_STRING_CHARS:
-            raise RequestError(f"{name} contains {_show(text)}; a stop string has 1 to {MAX_STOP_STRING_CHARS} "
+            kind = "a stop string" if name == "stop" else "such a string"
+            raise RequestError(f"{name} contains {_show(text)}; {kind} has 1 to {MAX_STOP_STRING_CHARS} "
                                "characters", name)

@@ -19,6 +19,7 @@ from ipc.messages import HELLO, HelloAck
 
 logger = logging.getLogger(__name__)
 
+MAX_FRONTEND_NUMBER = (1 << 23) - 1             # request ids, number << 40 | counter, are int64
 OUTPUT_QUEUE_MESSAGES = 256                     # per frontend, before the core coalesces its outputs
 
 
@@ -28,7 +29,7 @@ class Endpoint:
     def __init__(self, socket: zmq.Socket) -> None:
         self.socket = socket
         self.epoch = 0
-        self.num_bad_frames = 0
+        self.num_bad_frames = self.num_unsent = 0
         self.last_frames: list[Any] = []        # of the message that was returned last, without the routing id
         self._sequence = 0
 
@@ -71,10 +72,13 @@ class Link(Endpoint):
         """Returns the first frame."""
         self._sequence += 1
         frames = encode(message, self.epoch, self._sequence)
-        if len(frames) == 1:
-            self.socket.send(frames[0], zmq.NOBLOCK)
-        else:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        try:
+            if len(frames) == 1:
+                self.socket.send(frames[0], zmq.NOBLOCK)
+            else:
+                self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:                       # the peer is gone, and with it who would read this
+            self.num_unsent += 1
         first: bytes = frames[0]
         return first
 
@@ -122,6 +126,8 @@ class Router(Endpoint):
                     role, number, _ = check_hello(header)
                     if role != "frontend":
                         raise WireError(f"a {role} said Hello to the frontends' socket")
+                    if number > MAX_FRONTEND_NUMBER:
+                        raise WireError(f"frontend number {number}; at most {MAX_FRONTEND_NUMBER}")
                     self.identities[number] = identity
                     self.numbers[identity] = number
                 number = self.numbers.get(identity, -1)
@@ -134,6 +140,12 @@ class Router(Endpoint):
                 continue
             self.last_frames = frames[1:]
             yield number, header, message
+
+    def forget(self, number: int) -> None:
+        """This frontend has ended."""
+        identity = self.identities.pop(number, None)
+        if identity is not None:
+            self.numbers.pop(identity, None)
 
     def send(self, number: int, message: Any) -> bool:
         """False when this frontend cannot take it now (or is gone); nothing was sent then."""
@@ -178,9 +190,9 @@ class AsyncLink(Link):
 
     def _read(self) -> None:
         self._scheduled = False
+        if self.socket.closed:                  # it was scheduled by a send just before the close
+            return
         for header, message in self.drain():
-            if self.socket.closed:
-                return
             self._on_message(header, message)
             if self.socket.closed:
                 return

@@ -19,14 +19,19 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 from ipc.child import MODULES, Child
 from ipc.config import CoreProcess, EngineConfig, FrontendProcess, Peer, WorkerProcess
 from ipc.errors import ConfigError, WireError
 from ipc.lifeline import Lifeline
-from ipc.messages import ConfigCore, ConfigFrontend, ConfigWorker, EngineUp, Failure, Phase, Ready, Shutdown, Start
+from ipc.messages import (ConfigCore, ConfigFrontend, ConfigWorker, EngineUp, Failure, PeerDown, PeerUp, Phase, Ready,
+                          Shutdown, Start)
+from ipc.progress import ProgressReader
 from ipc.run_dir import RunDir
 from ipc.system import SignalPipe, bind_listener, open_pidfd, usable_cores
 
@@ -36,6 +41,8 @@ EXIT_CLEAN, EXIT_START_FAILED, EXIT_DIED = 0, 1, 3
 NUM_WORKERS = 1
 # Longest waits of a stop. Their sums keep the promises: 3 s after a signal, 2 s after a fault.
 _FRONTEND_S, _CORE_S, _WORKER_S, _FAULT_S, _TERM_S = 1.0, 0.6, 0.6, 0.8, 0.4
+PROGRESS_CHECK_S = 0.5
+MAX_RESTARTS, RESTART_WINDOW_S = 5, 60
 _POLL_S = 0.1                                    # only where the kernel has no pidfds
 
 
@@ -55,10 +62,14 @@ class Supervisor:
         self.core = Child("engine_core", modules["engine_core"])
         self.frontends = [Child("frontend", modules["frontend"])] if config.serve else []
         self.children = [*self.workers, self.core, *self.frontends]   # the root of a chain of failures comes first
-        self.is_up = False
+        self.is_up = False                       # all were ready once
+        self._is_told = False                    # EngineUp was reported for the present processes
         self.failure: Failure | None = None      # why everything ends, unless it was asked to
         self.num_stops = 0                       # requests to stop; the second one means at once
+        self.restarts: deque[float] = deque()    # times of the last ones
         self._selector = selectors.DefaultSelector()
+        self._progress = {child: ProgressReader(self.run_dir.path, f"{child.role}-{child.rank}")
+                          for child in self.children}
 
     def run(self) -> int:
         """Serve until a signal, the owner's end or a fault. Returns the exit status; nothing is left when it does."""
@@ -69,7 +80,8 @@ class Supervisor:
                 for child in self.children:
                     self._spawn(child)
                 while not self.num_stops and self.failure is None:
-                    self._poll()
+                    self._poll(PROGRESS_CHECK_S if self.is_up else None)
+                    self._find_hung()
                     self._judge()
                 if self.failure is not None:
                     self.report("supervisor", self.failure)
@@ -87,6 +99,7 @@ class Supervisor:
     # ------------------------------------------------------------ start
 
     def _spawn(self, child: Child) -> None:
+        self._progress[child].clear()
         is_worker = child.role == "worker"
         fds = (self.listener.fileno(),) if child.role == "frontend" and self.listener is not None else ()
         lifeline = child.spawn(self.num_threads if is_worker else 1, fds)
@@ -98,9 +111,11 @@ class Supervisor:
         """What this process is told: its part of the options, and where the others listen."""
         config, run_dir = self.config, self.run_dir.path
         if child.role == "worker":
+            cache = config.cache                 # a successor's blocks are numbered as its predecessor's were
+            if child.num_blocks:
+                cache = msgspec.structs.replace(cache, num_gpu_blocks_override=child.num_blocks)
             return ConfigWorker(WorkerProcess(
-                rank=child.rank, listen=self._peer(child).address, epoch=child.epoch, model=config.model,
-                cache=config.cache, max_num_seqs=config.scheduler.max_num_seqs,
+                rank=child.rank, listen=self._peer(child).address, epoch=child.epoch, model=config.model, cache=cache, max_num_seqs=config.scheduler.max_num_seqs,
                 max_num_batched_tokens=config.scheduler.max_num_batched_tokens, device=config.device,
                 attention_backend=config.attention_backend, num_threads=self.num_threads, run_dir=run_dir,
                 log_level=config.log_level))
@@ -139,8 +154,8 @@ class Supervisor:
         if child.lifeline is not None and child.lifeline.is_closed:
             self._forget(child.lifeline)
             child.note_end()
-        if not self.is_up and all(c.is_ready for c in self.children):
-            self.is_up = True
+        if not self._is_told and all(c.is_ready for c in self.children):
+            self.is_up = self._is_told = True
             self.report("supervisor", EngineUp(self._peer(self.core).address, self.core.epoch, self.run_dir.path,
                                                [os.getpid(), *(c.pid for c in self.children)]))
 
@@ -149,13 +164,63 @@ class Supervisor:
         child.note_end()
 
     def _judge(self) -> None:
-        """A failed child ends the engine. Its peers may have failed because of it: the one nearest the root counts."""
+        """A failed child is restarted once the engine was up, and ends it before that or when it happens too often.
+
+        Its peers may have failed because of it: the one nearest the root counts.
+        """
         for child in self.children:
             if child.pidfd < 0 and child.failure is None and child.has_ended():
                 child.note_end()
-        if any(child.failure is not None for child in self.children):
-            self._poll(0.05)
-            self.failure = next(child.failure for child in self.children if child.failure is not None)
+        if not any(child.failure is not None for child in self.children):
+            return
+        if not self.is_up:
+            self._poll(0.05)                     # others may say more
+        failed = [child for child in self.children if child.failure is not None]
+        for child in failed:
+            if self.is_up and self._may_restart():
+                self._restart(child)
+            else:
+                self.failure = self.failure or child.failure
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        while self.restarts and now - self.restarts[0] > RESTART_WINDOW_S:
+            self.restarts.popleft()
+        return self.config.restart and len(self.restarts) < MAX_RESTARTS
+
+    def _restart(self, child: Child) -> None:
+        """Replace a child that has ended or hangs. The others are told of both, and go on."""
+        failure = child.failure or Failure(f"{child.name} ended")
+        self.restarts.append(time.monotonic())
+        self.report(child.name, Failure(f"{failure.reason}; restarting it ({len(self.restarts)} of at most {MAX_RESTARTS} "
+                                        f"in {RESTART_WINDOW_S} s)", failure.traceback))
+        rank = child.epoch if child.role == "frontend" else child.rank
+        if not child.has_ended():
+            child.signal(signal.SIGKILL)
+        if child.lifeline is not None:
+            self._forget(child.lifeline)
+        self._forget(child.pidfd)
+        child.close()
+        self._is_told = False
+        self._tell(child, PeerDown(child.role, rank, failure.reason))
+        self._spawn(child)
+        self._tell(child, PeerUp(child.role, child.epoch if child.role == "frontend" else child.rank, self._peer(child)))
+
+    def _tell(self, about: Child, message: PeerDown | PeerUp) -> None:
+        for child in self.children:
+            if child is not about:
+                child.send(message)
+        if self.control is not None:
+            self.control.send(message)
+
+    def _find_hung(self) -> None:
+        """A ready process that has not moved for longer than it may is ended; `_judge` does the rest."""
+        for child in self.children:
+            overdue = self._progress[child].overdue_s() if child.is_ready and child.failure is None else 0.0
+            if overdue > 0 and not child.has_ended():
+                child.failure = Failure(f"{child.name} (pid {child.pid}) hangs: it is {overdue:.1f} s over the time in "
+                                        "which it had to make progress")
+                child.signal(signal.SIGKILL)
 
     def _on_signal(self, signals: SignalPipe) -> None:
         self.num_stops += signals.drain()
@@ -208,6 +273,7 @@ class Supervisor:
             child.signal(signal.SIGKILL)
         for child in self.children:
             child.close()
+            self._progress[child].close()
         self._selector.close()
         if self.listener is not None:
             self.listener.close()
@@ -253,6 +319,9 @@ def main(argv: list[str] | None = None, modules: Mapping[str, str] = MODULES) ->
     def report(name: str, event: Any) -> None:
         if isinstance(event, Ready):
             return
+        if isinstance(event, Failure) and name != "supervisor":
+            print(event.reason, event.traceback, sep="\n" if event.traceback else "", file=sys.stderr, flush=True)
+            return                               # it is restarted; the host hears PeerDown and PeerUp
         if isinstance(event, Phase) and not select.select([], [control], [], 0)[1]:
             return                               # a host that does not read must not stop us from watching
         control.send(event)

@@ -45,8 +45,8 @@ class RunningEngine:
 def engine(tiny_model: str) -> Iterator[RunningEngine]:
     """One engine for all tests that do not end it."""
     with tempfile.TemporaryDirectory(prefix="tf", dir="/tmp") as folder:
-        server = ServerProcess(tiny_model, folder, "--attention-backend", "reference", "--num-gpu-blocks-override", "256",
-                               "--served-model-name", "tiny")
+        server = ServerProcess(tiny_model, folder, "--attention-backend", "reference", "--num-gpu-blocks-override",
+                               "512", "--served-model-name", "tiny")
         loop = LoopThread()
         try:
             server.wait_ready()
@@ -59,6 +59,4 @@ def engine(tiny_model: str) -> Iterator[RunningEngine]:
             assert_nothing_left(folder)
         finally:
             loop.close()
-            if server.process.poll() is None:
-                server.process.kill()
-                server.process.wait()
+            server.kill()

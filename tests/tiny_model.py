@@ -1,8 +1,8 @@
 """A model folder in Hugging Face layout, small enough to be made for each test session: seeded weights, a byte-level
 tokenizer, a chat template.
 
-Needs neither torch nor network. The output rows of every id that is not printable ASCII are zero, so that greedy text is
-readable and never ends by itself; sampled text may contain anything.
+Needs neither torch nor network. The output rows of every id that is not printable ASCII are zero, so that greedy text
+is readable and never ends by itself; sampled text may contain anything.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from frontend.tokenizer import BYTE_TO_CHAR
 
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 4096
 IM_START, IM_END = 298, 299
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 4, 2, 16, 128
 MERGES = ("t h", "th e", "i n", "a n", "e r", "o n", "r e", "a t", "e n", "o r", "i s", "Ġ t", "Ġt he", "Ġ a", "an d",

@@ -128,7 +128,8 @@ class BatchBuilder:
             return np.full(n, -1, I32)
         state.computed[:n] += 1 if batch.counts is None else batch.counts
         rows = batch.sample_rows
-        state.flat_tokens[state.token_base[rows] + state.known[rows]] = tokens
+        # A bad row goes on until the core ends it, and a step in flight may read its token: -1 is no id.
+        state.flat_tokens[state.token_base[rows] + state.known[rows]] = np.maximum(tokens, 0)
         state.known[rows] += 1
         if batch.counts is None:
             return tokens

@@ -171,9 +171,9 @@ def measure_block_swap_ns(pool: KVPool, num_host_blocks: int) -> int:
     """Time to copy one block out to host memory and back; 0 without host blocks. The engine core weighs it against
     computing the block again.
 
-    Moves a few blocks at once, as a preempted request does, so each bears its share of the fixed cost. Uses a small host
-    pool of its own: the real one stays unallocated until the first swap. Contents of the pool survive. Takes at most a
-    few times SWAP_SAMPLE_LIMIT_NS, whatever the model.
+    Moves a few blocks at once, as a preempted request does, so each bears its share of the fixed cost. Uses a small
+    host pool of its own: the real one stays unallocated until the first swap. Contents of the pool survive. Takes at
+    most a few times SWAP_SAMPLE_LIMIT_NS, whatever the model.
     """
     block_bytes = sum(t.shape[1] * t.element_size() for t in pool.block_words)
     count = min(SWAP_SAMPLE_BLOCKS, max(1, SWAP_SAMPLE_BYTES // block_bytes), pool.num_blocks, num_host_blocks)

@@ -19,6 +19,7 @@ from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
 from ipc.messages import HELLO, ConfigWorker, SchedulerOutput, Shutdown, StepFailed, WorkerReady
 from ipc.process import configure_logging
+from ipc.progress import Progress
 from ipc.sockets import Link
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("worker")
 
 PHASE_INTERVAL_S = 0.1
+FIRST_STEP_S = 6.0                              # prediction for the first step, which may warm things up
 
 
 class Starting:
@@ -63,6 +65,7 @@ class WorkerLoop:
         self.poller.register(self.link.socket, zmq.POLLIN)
         self.poller.register(life.lifeline.fileno(), zmq.POLLIN)
         self.is_stopping = False
+        self.step_s = 0.0                       # longest step so far, what a step is predicted to take at most
 
     def poll(self, timeout_ms: int | None) -> None:
         fd = self.life.lifeline.fileno()
@@ -87,14 +90,16 @@ class WorkerLoop:
         self.greet()
         if self.link.epoch:
             self.link.send(ready)
-        self.life.ready(ready.detail)
+        self.life.ready(ready.detail, ready.num_blocks)
         gc.collect()
         gc.freeze()
         self.serve(runner, ready)
 
     def serve(self, runner: ModelRunner, ready: WorkerReady) -> None:
         clock = time.monotonic_ns
+        progress = Progress(self.config.run_dir, f"worker-{self.config.rank}")
         while not self.is_stopping:
+            progress.waiting()
             self.poll(None)
             while (item := self.link.receive()) is not None:
                 header, message = item
@@ -109,7 +114,9 @@ class WorkerLoop:
                 elif runner.needs_reset and not message.reset:
                     continue                    # planned before the core knew of the failure
                 else:
+                    progress.working(self.step_s or FIRST_STEP_S)
                     self._execute(runner, message, received_ns)
+                    self.step_s = max(self.step_s, (clock() - received_ns) / 1e9)
 
     def _execute(self, runner: ModelRunner, plan: SchedulerOutput, received_ns: int) -> None:
         runner.needs_reset = False

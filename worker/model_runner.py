@@ -9,28 +9,27 @@ import time
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ipc.messages import EMPTY, ModelRunnerOutput, SchedulerOutput
 from worker.attention.base import AttentionBackend
-from worker.batch import Batch, BatchBuilder
+from worker.batch import BatchBuilder
 from worker.kv_pool import HostPool, KVPool, apply_block_ops
 from worker.models.flat_model import FlatModel
 from worker.request_state import RequestState
-from worker.sampling.sampler import Sampler, SamplingColumns
+from worker.sampling.step import StepResult, StepSampler
 
 
 class ModelRunner:
     """One rank's model over its pool. `seats` rows, steps of at most `max_tokens` tokens."""
 
     def __init__(self, model: FlatModel, backend: AttentionBackend, pool: KVPool, num_host_blocks: int, *, seats: int,
-                 max_tokens: int, max_model_len: int, eos_token_ids: list[int], device: str = "cpu") -> None:
+                 max_tokens: int, max_model_len: int, eos_token_ids: list[int], device: str = "cpu",
+                 num_valid_tokens: int | None = None) -> None:
         self.model, self.backend, self.pool, self.device = model, backend, pool, device
         self.host = HostPool(pool, num_host_blocks)
         self.state = RequestState(seats, max_model_len, pool.block_size)
         self.builder = BatchBuilder(self.state, max_tokens, device)
-        self.sampler = Sampler()
-        self.eos_token_ids = eos_token_ids
+        self.sampler = StepSampler(self.state, model.compute_logits, eos_token_ids, num_valid_tokens)
         self.needs_reset = False                # a step failed; wait for the plan that says so
 
     @torch.inference_mode()
@@ -42,38 +41,17 @@ class ModelRunner:
         self.state.apply(plan)
         batch = self.builder.build(plan)
         prepared_ns = launched_ns = done_ns = time.monotonic_ns()
-        tokens, bad = np.empty(0, np.int32), np.empty(0, np.int32)
+        result = StepResult()
         if batch is not None:
-            logits = self._forward(batch)
+            hidden = self.model(batch.input_ids, batch.positions, self.pool.caches, batch.meta, self.backend)
             launched_ns = time.monotonic_ns()
-            if logits is not None:
-                tokens, bad = self._sample(batch, logits)
+            result = self.sampler.run(batch, hidden)
             done_ns = time.monotonic_ns()
-        column = self.builder.advance(batch, tokens)
+        column = self.builder.advance(batch, result.tokens)
         return ModelRunnerOutput(plan.step, np.ascontiguousarray(column, np.int32).data.cast("B"),
-                                 bad.data.cast("B") if bad.size else EMPTY, received_ns, prepared_ns,
-                                 launched_ns, done_ns, done_ns - prepared_ns)
-
-    def _forward(self, batch: Batch) -> Tensor | None:
-        """Logits [L, V] of the rows to sample, or None when no row of the step is sampled."""
-        hidden = self.model(batch.input_ids, batch.positions, self.pool.caches, batch.meta, self.backend)
-        if not batch.sample_rows.size:
-            return None
-        if batch.logits_index is not None:
-            hidden = hidden.index_select(0, batch.logits_index)
-        return self.model.compute_logits(hidden)
-
-    def _sample(self, batch: Batch, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens int32 [L], rows of the plan whose logits were not finite)."""
-        state, rows = self.state, batch.sample_rows
-        masked_rows, masked_ids = state.masked_tokens(rows, self.eos_token_ids)
-        result = self.sampler.sample(logits, SamplingColumns(
-            temperature=state.temperature[rows], top_k=state.top_k[rows], top_p=state.top_p[rows],
-            min_p=state.min_p[rows], seed=state.seed[rows], child=state.choice[rows],
-            output_index=state.known[rows] - state.num_prompt[rows], masked_rows=masked_rows, masked_tokens=masked_ids))
-        if not result.bad_rows.any():
-            return result.tokens, np.empty(0, np.int32)
-        return np.where(result.bad_rows, -1, result.tokens).astype(np.int32), rows[result.bad_rows].astype(np.int32)
+                                 result.bad_rows.data.cast("B") if result.bad_rows.size else EMPTY, received_ns,
+                                 prepared_ns, launched_ns, done_ns, done_ns - prepared_ns, result.logprobs,
+                                 result.prompt_logprobs, result.pooled, failed=result.failed)
 
 
 def _pairs(column: memoryview) -> np.ndarray:

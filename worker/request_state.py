@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from ipc.messages import SchedulerOutput
+from worker.sampling.penalties import PenaltyCounts
+from worker.sampling.row_options import RowOptions
 
 I32, I64 = np.int32, np.int64
 
@@ -43,9 +45,15 @@ class RequestState:
         self._columns = (self.request_id, self.computed, self.known, self.num_blocks, self.num_prompt, self.floor,
                          self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.choice, self.masks_eos)
         self.num_with_floor = 0                 # rows that have a floor above their prompt
+        self.options: list[RowOptions | None] = [None] * seats
+        self.num_with_options = 0
+        self.penalties = PenaltyCounts()
 
     def clear(self) -> None:
         """Drop all rows."""
+        self.block_table[:self.n, :int(self.num_blocks[:self.n].max(initial=0))] = 0
+        for row in range(self.n):
+            self._drop_options(row)
         self.n = 0
         self.num_with_floor = 0
 
@@ -77,6 +85,8 @@ class RequestState:
 
     def _remove(self, row: int, last: int) -> None:
         self.num_with_floor -= bool(self.floor[row] > self.num_prompt[row])
+        self._drop_options(row)
+        self.options[row], self.options[last] = self.options[last], None
         if row != last:
             known, blocks = int(self.known[last]), int(self.num_blocks[last])
             self.tokens[row, :known] = self.tokens[last, :known]
@@ -111,6 +121,19 @@ class RequestState:
             self.choice[row] = new.choice
             self.masks_eos[row] = not params.ignore_eos
             self.stop_ids[row] = params.stop_token_ids
+            options = self.options[row] = RowOptions.of(params, self.penalties)
+            self.num_with_options += options is not None
+
+    def _drop_options(self, row: int) -> None:
+        options, self.options[row] = self.options[row], None
+        if options is not None:
+            options.release(self.penalties)
+            self.num_with_options -= 1
+
+    def options_of(self, rows: np.ndarray) -> list[tuple[int, RowOptions]]:
+        """(index into rows, options) of the rows that have any."""
+        found = self.options
+        return [(i, options) for i, row in enumerate(rows.tolist()) if (options := found[row]) is not None]
 
     def masked_tokens(self, rows: np.ndarray, eos_token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(index into rows, token id) pairs that may not be sampled: EOS and stop ids below min_tokens."""

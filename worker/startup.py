@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ipc.capacity import capacity_text, flag_size, weights_warning
 from ipc.config import WorkerProcess
 from ipc.errors import ConfigError
 from ipc.messages import NewRow, SchedulerOutput, WorkerReady
@@ -15,13 +16,18 @@ from ipc.sampling_params import SamplingParams
 from worker.attention.base import AttentionBackend
 from worker.attention.registry import get_backend, resolve_backend
 from worker.batch import BatchBuilder
-from worker.kv_pool import KVPool, cpu_num_blocks, kv_bytes_per_block, measure_block_swap_ns, profile_num_blocks
+from worker.jit import build
+from worker.kv_pool import (RESERVED_BLOCKS, KVPool, cpu_num_blocks, free_memory, kv_bytes_per_block,
+                            measure_block_swap_ns, profile_num_blocks)
 from worker.model_runner import ModelRunner
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
 from worker.request_state import RequestState
+from worker.sampling import jit_threads, processors
+from worker.sampling.vocabulary import num_valid_tokens
 
 if TYPE_CHECKING:
+    from worker.jit.model import JitModel
     from worker.main import Starting
 
 logger = logging.getLogger("worker")
@@ -66,6 +72,15 @@ def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, d
     return run
 
 
+def _out_of_memory(config: WorkerProcess, dtype: str, device: str) -> str:
+    """What would fit instead."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0] if device == "cuda" else free_memory()[0]
+    fix = weights_warning(config.model.files.config, dtype, free) or "free some memory, or take a smaller model"
+    return f"out of memory while loading the weights; {fix}"
+
+
 def build_runner(config: WorkerProcess, starting: Starting,
                  between: Callable[[], None]) -> tuple[ModelRunner, WorkerReady]:
     """Load everything. `between` is called between phases. Raises ConfigError with what to change."""
@@ -73,22 +88,47 @@ def build_runner(config: WorkerProcess, starting: Starting,
     threads = max(1, config.num_threads)
     torch.set_num_threads(threads)
     model_config = config.model.files.config
+    processors.load(config.model.logits_processors)
     dtype_name, why = resolve_dtype(config.model.dtype, device, model_config.dtype)
     logger.info("device %s, dtype %s (%s), %d compute threads", device, dtype_name, why, threads)
     dtype = DTYPES[dtype_name]
+    choice, why = build.choose(config, device)
+    logger.info("%s model (%s)", "torch" if choice is None else "compiled", why if choice is None else choice.reason)
+    if choice is not None:
+        torch.set_num_threads(1)                # one pool of threads computes: the kernels' own
+        starting.begin("compile kernels")
+        between()
+        build.start_kernels(threads)
+        starting.end()
 
     starting.begin("load weights")
     between()
-    model = load_model(config.model.files, dtype=dtype_name, device=device, seed=config.model.seed,
-                       progress=lambda fraction: starting.advance(min(fraction, 0.999)))
-    num_bytes = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
-    starting.end(f"{num_bytes / 2**20:.0f} MiB, {dtype_name}")
+    model: FlatModel | JitModel
+    try:
+        if choice is None:
+            model = load_model(config.model.files, dtype=dtype_name, device=device, seed=config.model.seed,
+                               progress=lambda fraction: starting.advance(min(fraction, 0.999)))
+            num_bytes = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
+            stored = f"{num_bytes / 2**20:.0f} MiB, {dtype_name}"
+        else:
+            model, backend, stored = build.build(config, choice, lambda f: starting.advance(min(f, 0.999)))
+            num_bytes, dtype = model.nbytes, choice.kv_dtype
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)):
+            raise
+        raise ConfigError(_out_of_memory(config, dtype_name, device)) from error
+    starting.end(stored)
 
     between()
     starting.begin("size the KV pool")
-    backend_name, reason = resolve_backend(config.attention_backend, device)
+    if choice is None:
+        backend_name, reason = resolve_backend(config.attention_backend, device)
+        backend = get_backend(backend_name)
+        if config.cache.kv_cache_dtype != "auto":
+            dtype = DTYPES[config.cache.kv_cache_dtype]
+    else:
+        backend_name, reason = backend.name, "the compiled model's own"
     logger.info("attention backend %s (%s)", backend_name, reason)
-    backend = get_backend(backend_name)
     limit = model_config.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
     if max_model_len > limit:
@@ -107,18 +147,27 @@ def build_runner(config: WorkerProcess, starting: Starting,
                                               utilization=cache.gpu_memory_utilization)
         num_blocks = min(num_blocks, useful)
     else:
-        num_blocks, text = cpu_num_blocks(block_bytes, kv_cache_memory=cache.kv_cache_memory,
-                                          share=cache.cpu_memory_share, max_useful_blocks=useful)
+        try:
+            num_blocks, text = cpu_num_blocks(block_bytes, kv_cache_memory=cache.kv_cache_memory,
+                                              share=cache.cpu_memory_share, max_useful_blocks=useful)
+        except ConfigError as error:
+            whole = (-(-max_model_len // size) + RESERVED_BLOCKS) * block_bytes
+            raise ConfigError(f"{error}; --kv-cache-memory {flag_size(whole)} holds one request of {max_model_len} "
+                              "tokens, a smaller --max-model-len needs less") from None
     pool = KVPool(backend, num_blocks, size, kv_spec, dtype, device)
     num_host_blocks = cache.swap_space // block_bytes
     swap_block_ns = measure_block_swap_ns(pool, num_host_blocks)
     if swap_block_ns:
-        logger.info("swap space of %d blocks; copying one out and back takes %d us", num_host_blocks, swap_block_ns // 1000)
+        logger.info("swap space of %d blocks; one out and back takes %d us", num_host_blocks, swap_block_ns // 1000)
     starting.end(text)
     runner = ModelRunner(model, backend, pool, num_host_blocks, seats=seats, max_tokens=config.max_num_batched_tokens,
-                         max_model_len=max_model_len, eos_token_ids=model_config.eos_token_ids, device=device)
-    detail = (f"{config.model.files.served_name}: {model_config.architecture}, {dtype_name} on {device}, attention "
-              f"{backend_name}, weights {num_bytes / 2**20:.0f} MiB, {num_blocks} blocks of {size} tokens = "
-              f"{num_blocks * size} tokens of cache")
+                         max_model_len=max_model_len, eos_token_ids=model_config.eos_token_ids, device=device,
+                         num_valid_tokens=num_valid_tokens(config.model.files))
+    if device == "cpu":
+        jit_threads.set_num_threads(threads)
+        jit_threads.warm_up(model_config.vocab_size)
+    words = capacity_text(num_bytes, block_bytes, num_blocks, size, max_model_len)
+    detail = (f"{config.model.files.served_name}: {model_config.architecture}, {stored} on {device}, attention "
+              f"{backend_name}; {words} ({num_blocks} blocks of {size})")
     return runner, WorkerReady(num_blocks, num_host_blocks, max_model_len, model_config.vocab_size,
                                model_config.eos_token_ids, dtype_name, detail, swap_block_ns)

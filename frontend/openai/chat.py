@@ -37,6 +37,7 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
             params = params.replace(max_tokens=room)
     head = make_head("chatcmpl", int(time.time()), engine)
     stream = engine.generate(prompt, params, request_id=head.id, priority=request.priority or 0,
+                             cache_salt=exchange.cache_salt(request.cache_salt),
                              output_kind="delta" if request.stream else "final", add_special_tokens=False)
     if request.stream:
         await stream_answer(exchange, request, head, True, [stream], n)

@@ -36,6 +36,7 @@ async def create_completion(exchange: Exchange, engine: EngineLike) -> None:
     prompts = [checked_prompt(engine, prompt, index, add_special_tokens) for index, prompt in enumerate(raw_prompts)]
     head = make_head("cmpl", int(time.time()), engine)
     streams = [engine.generate(prompt, params, request_id=f"{head.id}-{index}", priority=request.priority or 0,
+                               cache_salt=exchange.cache_salt(request.cache_salt),
                                output_kind="delta" if request.stream else "final",
                                add_special_tokens=add_special_tokens)
                for index, prompt in enumerate(prompts)]

@@ -4,7 +4,7 @@ Knows no HTTP and no implementation.
 """
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from frontend.outputs import OutputKind, RequestOutput
@@ -15,6 +15,10 @@ class TokenizerLike(Protocol):
     """Text to int32 little-endian bytes and back."""
 
     def encode(self, text: str, add_special_tokens: bool) -> bytes: ...
+
+    def decode(self, token_ids: Sequence[int] | bytes, skip_special_tokens: bool = True) -> str: ...
+
+    def id_to_token(self, token_id: int) -> str | None: ...
 
 
 class EngineLike(Protocol):
@@ -34,7 +38,7 @@ class EngineLike(Protocol):
 
     def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams, *,
                  request_id: str | None = None, output_kind: OutputKind = "cumulative", priority: int = 0,
-                 add_special_tokens: bool = True) -> AsyncGenerator[RequestOutput, None]: ...
+                 add_special_tokens: bool = True, cache_salt: str = "") -> AsyncGenerator[RequestOutput, None]: ...
 
     def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = True, continue_final_message: bool = False,
@@ -45,6 +49,17 @@ class EngineLike(Protocol):
     def status(self) -> dict[str, Any]:
         """"ready": bool; "dead": bool, true once the engine cannot come back; "phase": str; "reason": str."""
         ...
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    def pause(self) -> None:
+        """New requests wait; running ones go on."""
+        ...
+
+    def resume(self) -> None: ...
+
+    async def reset_prefix_cache(self) -> None: ...
 
     def default_max_tokens(self, prompt_len: int) -> int:
         """Tokens that fit behind a prompt of this length; below 1 if the prompt itself does not fit."""

@@ -39,6 +39,10 @@ class UnsupportedMediaTypeError(RequestError):
     """A body that does not say it is JSON."""
 
 
+class UnauthorizedError(RequestError):
+    """No key, or one that does not open this route. Never says which keys exist."""
+
+
 class NotReadyError(Exception):
     """The engine is still starting."""
 
@@ -49,6 +53,7 @@ class ClientDisconnectedError(Exception):
 
 STATUS_AND_TYPE: dict[type[BaseException], tuple[int, str]] = {
     RequestError: (400, "BadRequestError"),
+    UnauthorizedError: (401, "AuthenticationError"),
     ModelNotFoundError: (404, "NotFoundError"),
     RouteNotFoundError: (404, "NotFoundError"),
     MethodNotAllowedError: (405, "MethodNotAllowedError"),
@@ -79,7 +84,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 class ErrorReply:
     """One failure, ready to be sent as a response or inside a started stream."""
     status: int
-    body: bytes                                 # JSON
+    info: ErrorInfo
     headers: list[tuple[bytes, bytes]]
     is_expected: bool                           # False: a bug of ours, to be logged with its traceback
 
@@ -90,17 +95,19 @@ def describe(exc: BaseException) -> ErrorReply:
     if known is None:
         info = ErrorInfo("internal error; the server's log has it under this response's x-request-id",
                          "InternalServerError", None, 500)
-        return ErrorReply(500, msgspec.json.encode(ErrorBody(info)), [], False)
+        return ErrorReply(500, info, [], False)
     status, kind = STATUS_AND_TYPE[known]
     message = str(exc)[:MAX_MESSAGE_CHARS] or kind
-    body = msgspec.json.encode(ErrorBody(ErrorInfo(message, kind, getattr(exc, "param", None), status)))
+    info = ErrorInfo(message, kind, getattr(exc, "param", None), status)
     headers: list[tuple[bytes, bytes]] = []
     if isinstance(exc, OverloadedError):
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(exc.retry_after_s))))
+    elif isinstance(exc, UnauthorizedError):
+        headers.append((b"www-authenticate", b"Bearer"))
     elif isinstance(exc, NotReadyError):
         headers.append((b"retry-after", b"1"))
     elif isinstance(exc, MethodNotAllowedError):
         headers.append((b"allow", exc.allow.encode("ascii", "ignore")))
     elif isinstance(exc, (BodyTooLargeError, HeadersTooLargeError)):
         headers.append((b"connection", b"close"))
-    return ErrorReply(status, body, headers, True)
+    return ErrorReply(status, info, headers, True)

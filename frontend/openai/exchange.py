@@ -10,23 +10,28 @@ import contextlib
 import logging
 import secrets
 import time
+import urllib.parse
 from collections.abc import AsyncGenerator
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from frontend.openai import protocol, sse
+from frontend.openai.dialect import OPENAI, Dialect
 from frontend.openai.errors import ClientDisconnectedError, UnsupportedMediaTypeError, describe
 from frontend.openai.limits import (
     Limits,
     check_body_bytes,
     check_header_bytes,
     check_json_depth,
+    checked_cache_salt,
     checked_request_id,
 )
-from frontend.openai.protocol import GenerationRequest
+from frontend.openai.protocol import GenerationRequest, NeutralValues
 
 R = TypeVar("R", bound=GenerationRequest)
+S = TypeVar("S", bound=msgspec.Struct)
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,8 @@ class Exchange:
         self.scope = scope
         self.limits = limits
         self.request_id = secrets.token_hex(16)
+        self.dialect: Dialect = OPENAI                  # how errors are written
+        self.caller = ""                                # stands for the caller's API key; "": no keys are configured
         self.headers: list[tuple[bytes, bytes]] = []    # of the answer, whatever it will be
         self.is_stream = False                          # the caller asked for events
         self.is_started = False                         # status and headers are out
@@ -77,6 +84,29 @@ class Exchange:
             self.headers.append((b"x-ignored-fields", protocol.note_ignored(self.request_id, cls, ignored)))
         return request, len(body)
 
+    async def read_fields(self, cls: type[S], neutral: NeutralValues) -> tuple[S, int]:
+        """`read_request` for bodies of another family, with their own table of fields not supported."""
+        body = await self.read_json()
+        request, ignored = protocol.decode_fields(cls, body, neutral)
+        if ignored:
+            self.headers.append((b"x-ignored-fields", protocol.note_ignored(self.request_id, cls, ignored)))
+        return request, len(body)
+
+    def cache_salt(self, asked: str | None = None) -> str:
+        """What keys the prefix cache of this request: callers with different keys, or who ask for different salts,
+        never share blocks. A caller cannot name another one's. Raises RequestError."""
+        salt = "" if asked is None else checked_cache_salt(asked)
+        return f"{self.caller}/{salt}" if self.caller or salt else ""
+
+    def query(self) -> dict[str, str]:
+        """The parameters behind the question mark; of a repeated one the last."""
+        return dict(urllib.parse.parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+
+    def path_param(self, name: str) -> str:
+        """A part of the path, as the route names it."""
+        params: dict[str, Any] = self.scope["path_params"]
+        return str(params[name])
+
     async def read_json(self) -> bytes:
         """The whole body, within all limits, not yet decoded.
 
@@ -107,11 +137,12 @@ class Exchange:
         body: bytes = message.get("body", b"")
         return body
 
-    async def reply(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
-        """The whole answer at once, as JSON."""
+    async def reply(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None, *,
+                    content_type: bytes = b"application/json") -> None:
+        """The whole answer at once."""
         self.is_started = True
         await self._send({"type": "http.response.start", "status": status, "headers": [
-            (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
+            (b"content-type", content_type), (b"content-length", b"%d" % len(body)),
             (b"x-request-id", self.request_id.encode("ascii")), *self.headers, *(headers or [])]})
         if not self.is_body_read and status >= 400:
             # A socket closed with unread data sends a reset, and the client may lose the answer with it: read on, a
@@ -150,9 +181,9 @@ class Exchange:
         if not reply.is_expected:
             logger.error("%s: %s %s failed", self.request_id, self.scope["method"], self.scope["path"], exc_info=exc)
         if not self.is_started:
-            await self.reply(reply.status, reply.body, reply.headers)
+            await self.reply(reply.status, self.dialect.body(reply.info), reply.headers)
         elif self.is_stream and not self.is_ended:
-            await self.end(sse.event(reply.body) + sse.DONE)
+            await self.end(self.dialect.events(reply.info))
 
     @contextlib.asynccontextmanager
     async def watch(self) -> AsyncGenerator[None, None]:

@@ -47,6 +47,14 @@ def checked_request_id(value: bytes, limit: int, name: str = "x-request-id") -> 
     return value.decode("ascii")
 
 
+def checked_cache_salt(value: str, limit: int = 128) -> str:
+    """Raises RequestError unless it is 1 to `limit` printable ASCII characters; the core only ever hashes it."""
+    if not 0 < len(value) <= limit or not all(" " <= char <= "~" for char in value):
+        raise RequestError(f"cache_salt has {len(value)} characters; allowed are 1 to {limit}, printable ASCII",
+                           "cache_salt")
+    return value
+
+
 def check_choices(n: int, num_prompts: int, limit: int) -> None:
     """Caps the fan-out of one call, before anything is copied per choice."""
     if n * num_prompts > limit:

@@ -6,6 +6,7 @@ SamplingParams, if it belongs there); the table then no longer applies to it. Kn
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import re
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None                 # lower runs first
+    cache_salt: str | None = None               # requests with different ones share no cached blocks
     request_id: str | None = None               # as the header x-request-id, which wins
     # Accepted without effect: labels and hints for whoever runs or bills a service.
     user: Any = None
@@ -74,7 +76,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 # Documented by OpenAI or vLLM, not supported yet: the values besides null that ask for nothing. Anything else is a 400
 # that names the field. A name that has a struct field is supported there, whatever this table says.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+NeutralValues = dict[str, tuple[Any, ...]]
+NEUTRAL_VALUES: NeutralValues = {
     # OpenAI
     "audio": (),
     "best_of": (1,),
@@ -101,7 +104,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "cache_salt": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -134,12 +136,10 @@ MAX_FIELD_CHARS = 64
 PRIORITY_LIMIT = 1 << 31
 
 R = TypeVar("R", bound=GenerationRequest)
+S = TypeVar("S", bound=msgspec.Struct)
 
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_any = msgspec.json.Decoder().decode
-_decoders: dict[type, Any] = {cls: msgspec.json.Decoder(cls) for cls in (ChatRequest, CompletionRequest)}
-_field_names: dict[type, frozenset[str]] = {
-    cls: frozenset(cls.__struct_fields__) for cls in (ChatRequest, CompletionRequest)}
 _sampling_names = [name for name in SamplingParams.__struct_fields__
                    if name in GenerationRequest.__struct_fields__ and name != "max_tokens"]
 _logged_names: set[str] = set()
@@ -150,6 +150,26 @@ def decode(cls: type[R], body: bytes) -> tuple[R, list[str]]:
 
     Raises RequestError for JSON that is broken, a field of the wrong type, and a field that cannot be honoured.
     """
+    request, ignored = decode_fields(cls, body, NEUTRAL_VALUES)
+    _check_stream_options(request)
+    if not -PRIORITY_LIMIT <= (request.priority or 0) < PRIORITY_LIMIT:
+        raise RequestError(f"priority is {request.priority}; allowed are {-PRIORITY_LIMIT} to {PRIORITY_LIMIT - 1}",
+                           "priority")
+    return request, ignored
+
+
+@functools.cache
+def _decoder(cls: type[S]) -> msgspec.json.Decoder[S]:
+    return msgspec.json.Decoder(cls)
+
+
+@functools.cache
+def _field_names(cls: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(cls.__struct_encode_fields__)
+
+
+def decode_fields(cls: type[S], body: bytes, neutral_values: NeutralValues) -> tuple[S, list[str]]:
+    """`decode` of any body, with its table of fields that are documented but not supported."""
     try:
         fields = _read_fields(body)
     except msgspec.ValidationError as exc:
@@ -158,24 +178,19 @@ def decode(cls: type[R], body: bytes) -> tuple[R, list[str]]:
         raise RequestError(f"the request body is not valid JSON: {exc}") from None
     ignored = []
     for name in fields:
-        if name in _field_names[cls]:
+        if name in _field_names(cls):
             continue
-        neutral = NEUTRAL_VALUES.get(name)
+        neutral = neutral_values.get(name)
         if neutral is None:
             ignored.append(name)
         else:
             _refuse_unless_neutral(name, fields[name], neutral)
     try:
-        request: R = _decoders[cls].decode(body)
+        return _decoder(cls).decode(body), ignored
     except msgspec.ValidationError as exc:
         raise field_error(exc) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise RequestError(f"the request body is not valid JSON: {exc}") from None
-    _check_stream_options(request)
-    if not -PRIORITY_LIMIT <= (request.priority or 0) < PRIORITY_LIMIT:
-        raise RequestError(f"priority is {request.priority}; allowed are {-PRIORITY_LIMIT} to {PRIORITY_LIMIT - 1}",
-                           "priority")
-    return request, ignored
 
 
 def field_error(exc: msgspec.ValidationError, prefix: str = "") -> RequestError:
@@ -219,14 +234,14 @@ def _check_stream_options(request: GenerationRequest) -> None:
                            "out or send false", "stream_options.include_obfuscation")
 
 
-def note_ignored(request_id: str, cls: type[GenerationRequest], names: list[str]) -> bytes:
+def note_ignored(request_id: str, cls: type[msgspec.Struct], names: list[str]) -> bytes:
     """Logs ignored names, each once per process, and returns the value of the header x-ignored-fields."""
     safe = [re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", name[:MAX_FIELD_CHARS]) for name in names[:MAX_NAMED_FIELDS]]
     for name in safe:
         if name in _logged_names or len(_logged_names) >= 1000:
             continue
         _logged_names.add(name)
-        near = difflib.get_close_matches(name, _field_names[cls] | NEUTRAL_VALUES.keys(), n=1)
+        near = difflib.get_close_matches(name, _field_names(cls) | NEUTRAL_VALUES.keys(), n=1)
         logger.info("%s: unknown field %s is ignored%s", request_id, name, f"; did you mean {near[0]}?" if near else "")
     if len(names) > len(safe):
         safe.append(f"and-{len(names) - len(safe)}-more")

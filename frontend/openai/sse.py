@@ -20,6 +20,11 @@ def event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
+def named_event(name: str, body: bytes) -> bytes:
+    """One event with a type, around JSON."""
+    return b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
+
+
 def json_text(text: str) -> bytes:
     """A JSON string in one line, also for clients that split lines as Python's str.splitlines does."""
     data = _encode(text)

@@ -18,7 +18,7 @@ from bench.sim_worker import SimRow, SimWorker, expected_outputs
 from engine_core.core import EngineCore
 from ipc import codec
 from ipc.config import CacheConfig, SchedulerConfig
-from ipc.errors import FAULT, INVALID
+from ipc.errors import FAULT, INVALID, OVERLOADED
 from ipc.messages import (EMPTY, FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Abort, AddRequest, Command,
                           Finished, ModelRunnerOutput, SchedulerOutput, StepFailed, WorkerReady)
 from ipc.sampling_params import SamplingParams
@@ -61,6 +61,7 @@ class Options:
     preemption_mode: str | None = None
     policy: str | None = None
     num_requests: int | None = None
+    bounded_queue: bool = True
     max_rounds: int = 20_000
 
 
@@ -163,28 +164,34 @@ class Simulation:
 
     def __init__(self, seed: int, options: Options) -> None:
         self.seed, self.options, self.rng = seed, options, random.Random(seed)
+        self.request_rng = random.Random(-1 - seed)
         rng = self.rng
         self.block_size = rng.choice([1, 2, 4, 8, 16])
         self.num_blocks = rng.randint(6, 60)
         num_host = rng.choice([1, 8, 40])
-        mode = options.preemption_mode or rng.choice(["recompute", "swap"])
+        mode = options.preemption_mode or rng.choice(["recompute", "swap", "auto"])
         self.max_model_len = rng.choice([40, 500])
         self.budget = rng.choice([4, 8, 16, 64, 256])
         is_async = rng.random() < 0.6
         scheduler = SchedulerConfig(
             max_num_seqs=rng.choice([1, 2, 5, 16]), max_num_batched_tokens=self.budget,
             enable_chunked_prefill=rng.random() < 0.85, long_prefill_token_threshold=rng.choice([0, 0, 3, 8]),
-            policy=options.policy or rng.choice(["fcfs", "priority"]), preemption_mode=mode,
+            policy=options.policy or rng.choice(["fcfs", "priority", "lpm"]), preemption_mode=mode,
+            priority_aging_steps=rng.choice([1, 10, 1000]), lpm_max_overtakes=rng.choice([1, 4]),
+            max_num_queued_reqs=rng.choice([0, 0, 8]) if options.bounded_queue else 0,
+            max_num_queued_tokens=rng.choice([0, 0, 300]) if options.bounded_queue else 0,
             async_scheduling=is_async if options.async_scheduling is None else options.async_scheduling)
         caching = rng.random() < 0.8
-        cache = CacheConfig(block_size=self.block_size, swap_space=1, enable_prefix_caching=caching
-                            if options.enable_prefix_caching is None else options.enable_prefix_caching)
+        cache = CacheConfig(block_size=self.block_size, swap_space=1, enable_partial_reuse=rng.random() < 0.7,
+                            enable_prefix_caching=caching if options.enable_prefix_caching is None
+                            else options.enable_prefix_caching)
         self.sizes = (self.num_blocks, self.block_size, num_host, VOCAB)
         self.seats = min(scheduler.max_num_seqs, self.budget)
-        self.ready = WorkerReady(self.num_blocks, num_host, self.max_model_len, VOCAB, [EOS], "float32", "simulated")
+        self.ready = WorkerReady(self.num_blocks, num_host, self.max_model_len, VOCAB, [EOS], "float32", "simulated",
+                                 swap_block_ns=rng.choice([0, 1_000, 1_000_000]))
         self.core = EngineCore(scheduler, cache, self.ready, b"k" * 32)
-        self.chunked = scheduler.enable_chunked_prefill
-        self.worker = FaultyWorker(*self.sizes)
+        self.config = scheduler
+        self.worker = self.make_worker()
         self.in_flight: collections.deque[tuple[SchedulerOutput, list[int]]] = collections.deque()
         self.old_results: list[ModelRunnerOutput] = []
         self.sent: dict[int, Sent] = {}
@@ -193,6 +200,9 @@ class Simulation:
         self.num_requests = options.num_requests or rng.randint(5, 60)
         self.counter = 0
         self.shared = [rng.randrange(VOCAB) for _ in range(60)]
+
+    def make_worker(self) -> FaultyWorker:
+        return FaultyWorker(*self.sizes)
 
     def run(self) -> Statistics:
         """Raises SimulationError, naming the seed, for anything that is wrong."""
@@ -213,7 +223,7 @@ class Simulation:
         mine.num_checked_slots += self.worker.num_checked_slots
         return mine
 
-    def _expect(self, is_true: bool, what: str) -> None:
+    def _expect(self, is_true: object, what: str) -> None:
         if not is_true:
             raise SimulationError(what)
 
@@ -263,6 +273,7 @@ class Simulation:
         if is_hit:
             worker.hit = set(rng.sample(ids, 1))
         result = worker.execute(plan)
+        result.device_ns = 100_000 + 3_000 * plan.num_rows      # what `auto` weighs
         self._expect([row.request_id for row in worker.rows] == ids, f"step {plan.step}: rows differ")
         bad = unpack(result.bad_rows)
         self.statistics.num_bad_rows += len(bad)
@@ -285,10 +296,9 @@ class Simulation:
     # ------------------------------------------------------------ what happens from outside
 
     def _add(self) -> None:
-        rng = self.rng
+        rng = self.request_rng                  # so that the requests do not depend on how steps pass
         number = rng.randrange(2)
         request_id = number << 40 | self.counter
-        self.counter += 1
         length = rng.randint(1, max(1, min(self.max_model_len - 1, self.num_blocks * self.block_size, 60)))
         prompt = (self.shared[:rng.randint(0, length)] + [rng.randrange(VOCAB) for _ in range(length)])[:length]
         max_tokens = rng.choice([None, 1, 2, 10, 30])
@@ -297,8 +307,11 @@ class Simulation:
                                 else min(min_tokens, max_tokens), ignore_eos=rng.random() < 0.5, seed=1,
                                 stop_token_ids=rng.choice([[], [3], [3, 9]]))
         message = AddRequest(request_id, pack(prompt), params, priority=rng.randint(0, 2),
-                             cache_salt=rng.choice(["", "", "a"]))
-        self.sent[request_id] = Sent(message, prompt, is_poison=rng.random() < self.options.poison_rate)
+                             num_choices=rng.choice([1, 1, 1, 3]), cache_salt=rng.choice(["", "", "a"]))
+        is_poison = rng.random() < self.options.poison_rate
+        for choice in range(message.num_choices):
+            self.sent[request_id + choice] = Sent(message, prompt, is_poison=is_poison)
+        self.counter += message.num_choices
         self.core.handle(number, over_the_wire(message))
 
     def _abort(self, request_id: int) -> None:
@@ -328,7 +341,7 @@ class Simulation:
     def _lose_worker(self) -> None:
         self.statistics.num_lost += 1
         self.statistics.num_checked_slots += self.worker.num_checked_slots
-        self.worker = FaultyWorker(*self.sizes)
+        self.worker = self.make_worker()
         self.in_flight.clear()
         self.core.worker_lost()
 
@@ -374,11 +387,14 @@ class Simulation:
         expected = expected_outputs(prompt, count, VOCAB, stops, params.min_tokens)
         told = f"{request_id}: prompt of {len(prompt)}, {params}: {sent.tokens}, not {expected}; {end}"
         if end.reason == FINISH_ERROR:
-            if end.error_code == INVALID:
-                self._expect(not self.chunked and len(prompt) > self.budget, f"{request_id} refused: {end.message}")
+            if end.error_code in (INVALID, OVERLOADED):
+                bounded = self.config.max_num_queued_reqs or self.config.max_num_queued_tokens
+                self._expect(bounded if end.error_code == OVERLOADED else not self.config.enable_chunked_prefill
+                             and len(prompt) > self.budget, f"{request_id} refused: {end.message}")
+                self._expect(not sent.tokens, told)
                 return
-            self._expect(end.error_code == FAULT and (self.options.fault_rate > 0 or sent.is_poison
-                                                      or request_id in self.may_error), told)
+            self._expect(end.error_code == FAULT and (self.options.fault_rate + self.options.loss_rate > 0
+                                                      or sent.is_poison or request_id in self.may_error), told)
             self._expect(sent.tokens == expected[:len(sent.tokens)], told)
         elif end.reason == FINISH_ABORT:
             self._expect(sent.is_aborted and sent.tokens == expected[:len(sent.tokens)], told)

@@ -82,13 +82,15 @@ def test_dead_entries_do_not_pile_up():
     assert sorted(drain(queue)) == sorted(r.request_id for r in requests[9_990:])
 
 
-def test_taking_from_an_empty_queue_or_out_of_order_is_a_broken_invariant():
+def test_one_can_be_taken_out_of_turn_but_only_one_that_waits():
     queue = make_queue("fcfs")
     assert queue.peek() is None
     first, second = make_request(1), make_request(2)
     queue.push(first)
     queue.push(second)
-    with pytest.raises(RuntimeError, match="not the first"):
+    queue.pop(second)
+    assert len(queue) == 1 and queue.peek() is first
+    with pytest.raises(RuntimeError, match="does not wait"):
         queue.pop(second)
 
 

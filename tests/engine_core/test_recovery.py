@@ -37,6 +37,7 @@ def test_a_failed_step_is_taken_back_exactly():
     engine = running()
     engine.step()
     engine.step()
+    engine.scheduler.settle()
     before = snapshot(engine)
     plan = engine.plan()
     assert pairs(plan.extend) == [(0, 5), (1, 6)] and snapshot(engine) != before
@@ -110,6 +111,28 @@ def test_a_suspect_that_fails_alone_is_the_cause_and_ends():
     assert engine.ends[2].reason == FINISH_ERROR and list(engine.ends) == [2]
     engine.run()
     assert engine.tokens[1] == alone(1, prompt(6), 8) and engine.tokens[3] == alone(3, prompt(6, 35), 8)
+    engine.assert_idle()
+
+
+def test_all_suspects_replay_although_one_of_them_is_found_guilty():
+    """Else the next one fails everybody again, and after a few such rounds the innocent end with the guilty."""
+    engine = Engine()
+    for request_id in (1, 2, 3, 4):
+        engine.add(request_id, prompt(6, 10 * request_id), max_tokens=5)
+    guilty = {1, 2, 4}
+    for _ in range(60):
+        if not engine.core.can_plan():
+            break
+        plan = engine.plan()
+        counts = dict(pairs(plan.counts))
+        computing = {int(engine.rows.ids[row]) for row in range(plan.num_rows) if counts.get(row, 1)}
+        if computing & guilty:
+            engine.worker.apply(plan)
+            engine.fail(plan)
+        else:
+            engine.finish_step()
+    assert {i for i, end in engine.ends.items() if end.reason == FINISH_ERROR} == guilty
+    assert engine.tokens[3] == alone(3, prompt(6, 30), 5) and engine.stats.num_failed_steps == 4
     engine.assert_idle()
 
 

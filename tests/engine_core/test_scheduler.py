@@ -61,6 +61,19 @@ def test_the_threshold_bounds_one_chunk_so_that_others_share_the_step():
     assert pairs(engine.step().counts) == [(0, 3), (1, 3), (2, 2)]
 
 
+def test_a_chunk_of_one_token_that_ends_no_prompt_is_named_in_the_plan():
+    """The worker takes a plan without counts for decodes, all of which sample; the core died of the token it had not
+    planned."""
+    engine = Engine(max_num_batched_tokens=2)
+    engine.add(1, prompt(2))
+    engine.step()
+    engine.add(2, prompt(3, 20))
+    assert pairs(engine.step().counts) == [(1, 1)]
+    assert pairs(engine.step().counts) == [(1, 1)]
+    assert pairs(engine.step().counts) == []    # the last token of the prompt: it samples like a decode
+    assert len(engine.tokens[2]) == 1
+
+
 def test_without_chunks_a_prompt_waits_for_a_step_that_holds_it():
     engine = Engine(max_num_batched_tokens=8, enable_chunked_prefill=False)
     engine.add(1, prompt(3), max_tokens=2)
@@ -381,6 +394,25 @@ def test_a_row_whose_last_token_is_in_flight_computes_nothing_more():
     assert pairs(second.counts) == [(0, 0)] and second.num_rows == 2
     engine.run()
     assert engine.stats.num_wasted_tokens == 0
+
+
+def test_a_victim_of_this_step_does_not_return_in_it():
+    """It made room for an urgent request and fitted again at once: one plan copied its blocks out and back in, and read
+    host slots that were not written yet."""
+    engine = Engine(num_blocks=7, num_host_blocks=8, preemption_mode="swap", policy="priority", max_num_seqs=2,
+                    long_prefill_token_threshold=4)
+    engine.add(1, prompt(10), priority=5, max_tokens=8)
+    for _ in range(3):
+        engine.step()
+    engine.add(2, prompt(20, 20), priority=0)
+    plan = engine.step()
+    assert [new.request_id for new in plan.new] == [2] and pairs(plan.swap_out) and not pairs(plan.swap_in)
+    engine.run()
+    alone = Engine()
+    alone.add(1, prompt(10), max_tokens=8)
+    alone.run()
+    assert engine.tokens[1] == alone.tokens[1]
+    engine.assert_idle()
 
 
 # ---------------------------------------------------------------- admission control

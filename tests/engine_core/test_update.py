@@ -151,6 +151,25 @@ def test_a_request_that_adopted_a_bad_block_computes_it_again():
     engine.assert_idle()
 
 
+def test_an_adopter_that_has_decoded_since_computes_all_of_it_again_in_chunks():
+    """Its hashes once ended where its prompt did, and a lookup in mid-prompt ran past them."""
+    engine = Engine(long_prefill_token_threshold=4)
+    engine.add(1, [5] * 8, max_tokens=20)
+    engine.add(2, [5] * 8 + [6], max_tokens=16)
+    for _ in range(9):
+        engine.step()
+    assert len(engine.tokens[2]) >= 5
+    engine.plan()
+    engine.commit(bad_result(engine, engine.request(1).row))
+    assert engine.ends[1].reason == FINISH_ERROR and engine.request(2).row < 0
+    engine.run()
+    alone = Engine()
+    alone.add(2, [5] * 8 + [6], max_tokens=16)
+    alone.run()
+    assert engine.tokens[2] == alone.tokens[2]
+    engine.assert_idle()
+
+
 def test_an_adopter_whose_step_is_in_flight_does_not_share_the_error():
     """Plan 2 adopts a block that plan 1 turns out to have filled with NaN. What plan 2 returns for the adopter was
     computed from it: it is dropped, token or error, and the adopter computes everything again."""

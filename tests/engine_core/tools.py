@@ -37,7 +37,8 @@ class Engine:
     def __init__(self, num_blocks: int = 16, block_size: int = 4, *, num_host_blocks: int = 0, max_model_len: int = 1000,
                  eos: tuple[int, ...] = (), caching: bool = True, partial: bool = False, **scheduler: Any) -> None:
         scheduler = {"async_scheduling": False, **scheduler}
-        cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching, swap_space=1)
+        cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching, swap_space=1,
+                            enable_partial_reuse=partial)
         ready = WorkerReady(num_blocks, num_host_blocks, max_model_len, VOCAB, list(eos), "float32", "simulated")
         self.core = EngineCore(SchedulerConfig(**scheduler), cache, ready, KEY)
         self.scheduler = self.core.scheduler

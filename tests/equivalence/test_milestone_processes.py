@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend import AsyncLLM, SamplingParams
+from frontend import AsyncLLM, RequestOutput, SamplingParams
 from tests.conftest import RunningEngine
 from tests.processes.tools import wait_idle
 
@@ -26,18 +26,18 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-async def finish(llm: AsyncLLM, index: int) -> list[int]:
+async def finish(llm: AsyncLLM, index: int) -> RequestOutput:
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS[index], ignore_eos=True)
     async for output in llm.generate(PROMPTS[index], params, output_kind="final"):
         assert output.finished and output.outputs[0].finish_reason == "length"
-    return output.outputs[0].token_ids
+    return output
 
 
 async def one_by_one(llm: AsyncLLM) -> list[list[int]]:
     outputs = []
     for index in range(len(PROMPTS)):
         await llm.reset_prefix_cache()
-        outputs.append(await finish(llm, index))
+        outputs.append((await finish(llm, index)).outputs[0].token_ids)
     return outputs
 
 
@@ -49,13 +49,17 @@ def alone(engine: RunningEngine) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_every_output_equals_the_request_alone(name: str, tiny_model: str, alone: list[list[int]], temp: str) -> None:
-    async def run() -> tuple[list[list[int]], dict[str, Any]]:
+    async def run() -> tuple[list[list[int]], dict[str, Any], int]:
         options = CONFIGURATIONS[name]
         async with AsyncLLM(tiny_model, block_size=BLOCK_SIZE, **{"kv_cache_memory": "1MiB", **options}) as llm:
-            outputs = await asyncio.gather(*(finish(llm, index) for index in range(len(PROMPTS))))
-            return list(outputs), await wait_idle(llm)
+            results = await asyncio.gather(*(finish(llm, index) for index in range(len(PROMPTS))))
+            outputs, stats = [result.outputs[0].token_ids for result in results], await wait_idle(llm)
+            again = await finish(llm, 3)                # after all, with whatever is still cached
+            assert again.outputs[0].token_ids == outputs[3]
+            await wait_idle(llm)
+            return outputs, stats, again.num_cached_tokens
 
-    outputs, stats = asyncio.run(run())
+    outputs, stats, num_cached = asyncio.run(run())
     assert [len(tokens) for tokens in outputs] == MAX_TOKENS
     assert outputs == alone
     assert len({tuple(tokens[:9]) for tokens in outputs}) == len(PROMPTS)       # the model is no constant
@@ -65,5 +69,6 @@ def test_every_output_equals_the_request_alone(name: str, tiny_model: str, alone
         assert stats["num_free_host_slots"] == (1 << 20) // (2 * 2 * BLOCK_SIZE * 2 * 16 * 4) * ("swap" in name)
     if name == "no-cache-two-seats":
         assert stats["num_hit_tokens"] == stats["num_adopted_tokens"] == 0
+        assert num_cached == 0
     elif name == "small-chunks-and-budget":
-        assert stats["num_hit_tokens"] + stats["num_adopted_tokens"] > 0
+        assert num_cached >= 2 * BLOCK_SIZE

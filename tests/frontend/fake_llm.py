@@ -5,7 +5,7 @@ import asyncio
 import hashlib
 import json
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import httpx
@@ -29,6 +29,14 @@ class ByteTokenizer:
         if add_special_tokens and self.bos is not None:
             ids.insert(0, self.bos)
         return array("i", ids).tobytes()
+
+    def decode(self, token_ids: Sequence[int] | bytes, skip_special_tokens: bool = True) -> str:
+        if token_ids and max(token_ids) > 259:
+            raise RequestError(f"token ids must be 0 to 259; found {max(token_ids)}")
+        return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace")
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return f"<{token_id}>"
 
 
 def letter(seed: int, choice: int, position: int) -> str:
@@ -59,11 +67,26 @@ class FakeLLM:
         self.script: list[str] | None = None    # tokens to answer with, instead of letters
         self.calls: list[dict[str, Any]] = []
         self.chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
-        self.num_aborted = 0
+        self.num_aborted = self.num_resets = 0
+        self.resumed = asyncio.Event()
+        self.resumed.set()
         self._drawn_seeds = 1000
 
     def status(self) -> dict[str, Any]:
         return self.state
+
+    @property
+    def is_paused(self) -> bool:
+        return not self.resumed.is_set()
+
+    def pause(self) -> None:
+        self.resumed.clear()
+
+    def resume(self) -> None:
+        self.resumed.set()
+
+    async def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     def default_max_tokens(self, prompt_len: int) -> int:
         return self.max_model_len - prompt_len
@@ -75,9 +98,11 @@ class FakeLLM:
 
     async def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams, *,
                        request_id: str | None = None, output_kind: str = "cumulative", priority: int = 0,
-                       add_special_tokens: bool = True) -> AsyncGenerator[RequestOutput, None]:
+                       add_special_tokens: bool = True, cache_salt: str = "") -> AsyncGenerator[RequestOutput, None]:
         params = sampling_params
-        self.calls.append({"prompt": prompt, "params": params, "request_id": request_id, "priority": priority})
+        self.calls.append({"prompt": prompt, "params": params, "request_id": request_id, "priority": priority,
+                           "cache_salt": cache_salt})
+        await self.resumed.wait()
         if self.error is not None:
             raise self.error
         if isinstance(prompt, str):

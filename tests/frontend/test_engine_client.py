@@ -100,7 +100,8 @@ def add(client: EngineClient, **params: Any) -> RequestStream:
     """A request in the client's table and on the wire."""
     wanted = SamplingParams(seed=1, **params)
     stream = RequestStream("request-1", "hi", pack_ids([104, 105]), wanted, "delta")
-    stream.choices = [Choice(stream, number, index, TOKENIZER) for index, number in enumerate(client.next_ids(wanted.n))]
+    stream.choices = [Choice(stream, number, index, TOKENIZER)
+                      for index, number in enumerate(client.next_ids(wanted.n))]
     client.add(stream.choices, AddRequest(stream.choices[0].request_id, memoryview(stream.prompt_token_ids), wanted,
                                           num_choices=wanted.n))
     return stream

@@ -19,22 +19,22 @@ import pytest
 
 from frontend import AsyncLLM, SamplingParams
 from ipc.errors import EngineDeadError
-from tests.processes.tools import (GONE_S, HARD_TIMEOUT_S, ServerProcess, assert_nothing_left, engine_environment,
-                                   run_dirs, survivors, wait_idle)
+from ipc.system import bind_listener
+from tests.processes.tools import (ENDLESS_TOKENS, GONE_S, HARD_TIMEOUT_S, ServerProcess, assert_nothing_left, engine_environment,
+                                   run_dirs, survivors, wait_idle, wait_until)
 
 pytestmark = pytest.mark.timeout(60)
 
-OPTIONS: dict[str, Any] = dict(num_gpu_blocks_override=64)
-ENDLESS = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
+OPTIONS: dict[str, Any] = dict(num_gpu_blocks_override=512)
+ENDLESS = SamplingParams(temperature=0, max_tokens=ENDLESS_TOKENS, ignore_eos=True)
 
 
 async def cycle(model: str, temp: str, is_busy: bool) -> None:
     """One engine from start to close, with requests running at the close or not."""
     async with AsyncLLM(model, **OPTIONS) as llm:
         assert len(run_dirs(temp)) == 1 and set(llm.pids) <= set(survivors(temp))
-        async for output in llm.generate("Hi", SamplingParams(max_tokens=4, ignore_eos=True)):
-            pass
-        assert output.finished
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        assert [output async for output in llm.generate("Hi", params)][-1].finished
         await wait_idle(llm)
         if is_busy:
             streams = [llm.generate("Go on", ENDLESS) for _ in range(3)]
@@ -86,7 +86,8 @@ def test_kill_9_ends_the_engine_and_everyone_who_waits_hears_it(victim: str, tin
         results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), HARD_TIMEOUT_S)
         assert [type(result) for result in results] == [EngineDeadError] * 4
         expected = "the engine's supervisor" if victim == "supervisor" else victim
-        assert str(results[0]).startswith(expected) and f"(pid {pid})" in str(results[0]) and "SIGKILL" in str(results[0])
+        text = str(results[0])
+        assert text.startswith(expected) and text.endswith(f"(pid {pid}) ended with signal SIGKILL")
         # Without anybody closing it.
         await asyncio.to_thread(assert_nothing_left, temp, killed + GONE_S - time.monotonic())
         with pytest.raises(EngineDeadError, match="SIGKILL"):
@@ -105,7 +106,7 @@ import asyncio, os, sys, time
 from frontend import AsyncLLM, SamplingParams
 
 async def main():
-    llm = await AsyncLLM({model!r}, num_gpu_blocks_override=64).start()
+    llm = await AsyncLLM({model!r}, num_gpu_blocks_override=512).start()
     stream = llm.generate("Go on", SamplingParams(max_tokens=None, ignore_eos=True))
     await anext(stream)
     forked = os.fork()                  # has a copy of every descriptor
@@ -154,12 +155,22 @@ def test_the_engine_ends_with_its_host_although_a_forked_child_of_it_lives(
     forked.clear()
 
 
+def test_a_host_that_is_killed_while_its_engine_starts_leaves_nothing(tiny_model: str, temp: str,
+                                                                      tmp_path: Path) -> None:
+    script = tmp_path / "host.py"
+    script.write_text(HOST.format(model=tiny_model, how="kill"))
+    with subprocess.Popen([sys.executable, str(script)], env=engine_environment(temp)) as host:
+        wait_until(lambda: len(survivors(temp)) == 4)   # host, supervisor, worker, core: the worker imports
+        host.kill()
+    assert_nothing_left(temp)
+
+
 # ---------------------------------------------------------------- kill -9 inside a server
 
 def open_stream(server: ServerProcess) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     """A completion that streams and has sent its first chunk."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HARD_TIMEOUT_S)
-    body = {"prompt": "Go on", "max_tokens": 480, "ignore_eos": True, "temperature": 0, "stream": True}
+    body = {"prompt": "Go on", "max_tokens": ENDLESS_TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     assert response.status == 200 and response.readline().startswith(b"data: {")
@@ -167,8 +178,9 @@ def open_stream(server: ServerProcess) -> tuple[http.client.HTTPConnection, http
 
 
 @pytest.mark.parametrize("victim", ["supervisor", "worker", "engine_core", "frontend"])
-def test_kill_9_ends_a_server_with_a_reason_and_its_streams_with_an_error(victim: str, tiny_model: str, temp: str) -> None:
-    server = ServerProcess(tiny_model, temp, "--num-gpu-blocks-override", "64").wait_ready()
+def test_kill_9_ends_a_server_with_a_reason_and_its_streams_with_an_error(victim: str, tiny_model: str,
+                                                                          temp: str) -> None:
+    server = ServerProcess(tiny_model, temp, "--num-gpu-blocks-override", "512").wait_ready()
     try:
         assert set(server.pids.values()) == set(survivors(temp))
         connection, response = open_stream(server)
@@ -183,14 +195,40 @@ def test_kill_9_ends_a_server_with_a_reason_and_its_streams_with_an_error(victim
         status = server.wait()
         assert_nothing_left(temp, killed + GONE_S - time.monotonic())
         assert '"finish_reason":"' not in rest
+        name = "worker 0" if victim == "worker" else victim
+        reason = f"{name} (pid {server.pids[victim]}) ended with signal SIGKILL"
         if victim in ("worker", "engine_core"):
-            assert '{"error":{"message":"' in rest and '"code":503' in rest, rest
+            assert f'{{"error":{{"message":"{reason}"' in rest and '"code":503' in rest, rest
         assert status == (-signal.SIGKILL if victim == "supervisor" else 3)
+        bind_listener("127.0.0.1", server.port).close()     # the port is free for the next start
         if victim != "supervisor":
-            name = "worker 0" if victim == "worker" else victim
-            assert f"launch.py: {name} (pid {server.pids[victim]}) ended with signal SIGKILL" in server.screen
-            assert "Traceback" not in server.screen
+            assert f"launch.py: {reason}" in server.screen and "Traceback" not in server.screen
     finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.wait()
+        server.kill()
+
+
+def test_ctrl_c_ends_streams_with_an_error_and_the_server_with_status_0(tiny_model: str, temp: str) -> None:
+    server = ServerProcess(tiny_model, temp, "--num-gpu-blocks-override", "512").wait_ready()
+    try:
+        connection, response = open_stream(server)
+        server.process.send_signal(signal.SIGINT)
+        rest = response.read().decode()
+        connection.close()
+        assert '"finish_reason":"' not in rest and '{"error":{"message":"the engine is stopping"' in rest
+        assert rest.endswith("data: [DONE]\n\n")
+        assert server.wait() == 0
+        assert_nothing_left(temp)
+        assert server.screen.endswith("launch.py: stopped\n") and "Traceback" not in server.screen
+    finally:
+        server.kill()
+
+
+def test_a_signal_while_the_model_loads_ends_the_start(tiny_model: str, temp: str) -> None:
+    server = ServerProcess(tiny_model, temp)
+    try:
+        wait_until(lambda: len(survivors(temp)) == 4)
+        assert server.end(signal.SIGTERM) == 0
+        assert_nothing_left(temp)
+        assert "Traceback" not in server.screen
+    finally:
+        server.kill()

@@ -19,6 +19,7 @@ from ipc.child import ROOT
 T = TypeVar("T")
 
 HARD_TIMEOUT_S = 20.0                           # of anything; a test that needs it has failed
+ENDLESS_TOKENS = 4000                           # of a request that a test leaves before its end; seconds of work
 GONE_S = 4.0                                    # the promise is 2 s after a kill; the rest is for a busy test machine
 
 
@@ -30,7 +31,7 @@ def engine_environment(temp: str) -> dict[str, str]:
 
 
 def survivors(temp: str) -> dict[int, str]:
-    """Live processes that were started with this private folder, pid -> command line, however they are related to us."""
+    """Live processes that were started with this private folder, however related to us: pid -> command line."""
     found = {}
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -112,12 +113,17 @@ class ServerProcess:
             self.process.send_signal(number)
         return self.wait()
 
+    def kill(self) -> None:
+        """For the end of a test that failed."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
     def wait(self) -> int:
         try:
             return self.process.wait(10)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.kill()
             raise AssertionError(f"the server does not end: {self.screen}") from None
 
 

@@ -10,7 +10,7 @@ from worker.attention import cpu as cpu_module
 from worker.attention.base import AttentionBackend, BatchMeta
 from worker.attention.registry import BACKENDS, get_backend, resolve_backend
 
-BACKEND_NAMES = ["reference", "cpu"]
+BACKEND_NAMES = ["reference", "cpu", "jit"]
 S = 16
 
 # name -> (query lengths, sequence lengths); a sequence length of 0 is a padding row.
@@ -207,7 +207,7 @@ def test_auto_names_a_backend_and_the_reason() -> None:
 
 
 def test_an_unknown_backend_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown attention backend 'flash'; known: auto, cpu, reference"):
+    with pytest.raises(ValueError, match=r"unknown attention backend 'flash'; known: auto, cpu, jit, reference"):
         resolve_backend("flash", "cpu")
 
 

@@ -32,6 +32,18 @@ def _cpu() -> AttentionBackend:
     return CpuBackend()
 
 
+def _triton() -> AttentionBackend:
+    from worker.attention.triton_paged import TritonBackend
+
+    return TritonBackend()
+
+
+def _jit() -> AttentionBackend:
+    from worker.attention.jit import JitBackend
+
+    return JitBackend()
+
+
 def _any_device(device: str) -> str | None:
     return None
 
@@ -40,9 +52,31 @@ def _cpu_only(device: str) -> str | None:
     return None if device.split(":")[0] == "cpu" else f"runs on device cpu, not on {device}"
 
 
+def _cpu_with_numba(device: str) -> str | None:
+    from worker.jit import features
+
+    return _cpu_only(device) or features.missing()
+
+
+def _cuda_or_interpreter(device: str) -> str | None:
+    """CUDA devices from Ampere on; CPUs only while kernels run in Triton's interpreter, which tests ask for."""
+    try:
+        import triton
+    except ImportError:
+        return "needs the triton package, which is not installed"
+    if device.split(":")[0] == "cuda":
+        import torch
+
+        major, minor = torch.cuda.get_device_capability(device)
+        return None if major >= 8 else f"needs compute capability 8.0 or higher; {device} has {major}.{minor}"
+    return None if triton.knobs.runtime.interpret else f"runs on CUDA devices, not on {device}"
+
+
 # Order is preference: `auto` takes the first entry with an auto_reason whose check passes.
 BACKENDS: dict[str, BackendEntry] = {
     "cpu": BackendEntry(_cpu, _cpu_only, "the batched backend for CPUs"),
+    "triton": BackendEntry(_triton, _cuda_or_interpreter, "the backend for CUDA devices"),
+    "jit": BackendEntry(_jit, _cpu_with_numba),  # beside the compiled model (worker/jit/build.py), or by name
     "reference": BackendEntry(_reference, _any_device, "no faster backend supports this device"),
 }
 
@@ -58,7 +92,7 @@ def resolve_backend(name: str, device: str) -> tuple[str, str]:
                 return known, entry.auto_reason
         raise RuntimeError(f"no attention backend supports {device}, although reference supports every device")
     if name not in BACKENDS:
-        raise ValueError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
+        raise ValueError(f"unknown attention backend {name!r}; known: auto, {', '.join(sorted(BACKENDS))}")
     refusal = BACKENDS[name].check(device)
     if refusal is not None:
         raise ValueError(f"attention backend {name!r} {refusal}; use auto")

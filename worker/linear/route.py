@@ -57,9 +57,10 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """(q [M, K] float32 holding integers -127 .. 127, scale [M, K / 32]): the kernel's blocks of 32, rounded as there."""
     blocks = x.view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     largest = blocks.abs().amax(-1)
-    inverse = torch.where(largest > 1e-36, 127.0 / largest, torch.zeros_like(largest))
+    steps = torch.tensor(127.0)              # a tensor: `127.0 / x` would be a reciprocal and a product, rounded twice
+    inverse = torch.where(largest > 1e-36, steps / largest, torch.zeros_like(largest))
     q = torch.round(blocks * inverse[..., None])
-    return q.view_as(x), torch.where(torch.isfinite(largest), largest / 127.0, torch.nan)
+    return q.view_as(x), torch.where(torch.isfinite(largest), largest / steps, torch.nan)
 
 
 def torch_linear(layer: PackedLinear, x: Tensor) -> Tensor:

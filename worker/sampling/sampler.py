@@ -1,10 +1,20 @@
-"""The sampling pipeline over rows of logits: masks -> temperature -> min_p -> top-k -> top-p -> draw.
+"""The last stages of the pipeline, from finished logits to a token: temperature -> min_p -> top-k -> top-p -> draw.
 
-Order, and why: masks first, so that a forbidden token takes part in nothing; temperature before the filters, because
-their probabilities are those of the tempered distribution; min_p before top-k and top-p, then the sets only shrink
-(vLLM's order). A row of temperature 0 is one arg-max over its masked logits; when no row asks for more, nothing else
-runs. Every number of a row is computed from that row alone, so a row gives the same token in any batch.
-Does not know requests, stop rules or text; the caller says which tokens are masked for which row.
+The whole order, and why (the first five stages are stages.py's):
+
+    log-probabilities       of the raw logits, so that they say what the model thinks
+    logits processors       see what the model said
+    logit_bias              before penalties, as vLLM does: a repeated token's bias is damped with it
+    penalties
+    masks                   allowed_token_ids, bad_words, min_tokens, grammar, ids beyond the tokenizer: last of what
+                            changes logits, so that nothing lifts a forbidden token, and it takes part in nothing below
+    temperature             before the filters, because their probabilities are those of the tempered distribution
+    min_p, top-k, top-p     in this order the sets only shrink (vLLM's)
+    draw                    inverse CDF at the noise of (seed, choice, output index)
+
+A row of temperature 0 is one arg-max over its masked logits; when no row asks for more, nothing else runs. Every number
+of a row is computed from that row alone, so a row gives the same token in any batch. On a CPU with numba the stages
+here are one compiled pass per row (jit_rows.py); otherwise they are torch and numpy. Does not know requests or text.
 """
 
 from __future__ import annotations
@@ -18,6 +28,8 @@ from torch import Tensor
 
 from ipc.counter_rng import uniform
 from worker.sampling.filters import select_rows, softmax_rows, thresholds
+from worker.sampling.jit_threads import RowKernels, load
+from worker.sampling.masks import exclude
 from worker.sampling.noise import draw
 
 SLICE_ELEMENTS = 1 << 22  # logits handled at once by the rows that draw: bounds temporary memory, changes no result
@@ -60,35 +72,44 @@ class SamplingColumns:
 @dataclass
 class SampleResult:
     """tokens [L] int32, 0 where bad_rows; bad_rows [L] bool: the row's largest logit is not finite (NaN, infinite, or
-    every token masked)."""
+    every token masked); empty_rows [L] bool: of those, every logit is -inf."""
 
     tokens: NDArray[np.int32]
     bad_rows: NDArray[np.bool_]
+    empty_rows: NDArray[np.bool_]
 
 
 class Sampler:
     """num_valid_tokens: ids from there on exist in the logits but not in the tokenizer, and are never drawn."""
 
-    def __init__(self, num_valid_tokens: int | None = None) -> None:
+    def __init__(self, num_valid_tokens: int | None = None, *, use_kernels: bool = True) -> None:
         self.num_valid_tokens = num_valid_tokens
+        self.kernels: RowKernels | None = load() if use_kernels else None
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, params: SamplingColumns) -> SampleResult:
         """One token a row. logits [L, V] float32; masked pairs are set to -inf in it, nothing else is written."""
         if len(params.masked_rows):
-            rows, tokens = (torch.from_numpy(ids.astype(np.int64)).to(logits.device)
-                            for ids in (params.masked_rows, params.masked_tokens))
-            logits.index_put_((rows, tokens), logits.new_tensor(float("-inf")))
-        valid = logits if self.num_valid_tokens is None else logits[:, : self.num_valid_tokens]
+            exclude(logits, params.masked_rows, params.masked_tokens)
+        width = logits.shape[1] if self.num_valid_tokens is None else min(self.num_valid_tokens, logits.shape[1])
+        if self.kernels is not None and logits.device.type == "cpu":
+            draws = params.temperature > 0.0
+            noise = np.zeros(len(draws), np.float32)
+            if draws.any():
+                noise[draws] = uniform(params.seed[draws], params.child[draws], params.output_index[draws])[:, 0]
+            best, largest = self.kernels.sample(logits.numpy(), width, params.temperature, params.top_k, params.top_p,
+                                                params.min_p, noise)
+            return SampleResult(best.astype(np.int32), ~np.isfinite(largest), np.isneginf(largest))
+        valid = logits[:, :width]
         best, largest = arg_max(valid)
         bad = ~np.isfinite(largest)
         best[bad] = 0
         sampled = np.flatnonzero((params.temperature > 0.0) & ~bad)
-        rows_at_once = max(1, SLICE_ELEMENTS // max(1, valid.shape[1]))
+        rows_at_once = max(1, SLICE_ELEMENTS // max(1, width))
         for begin in range(0, len(sampled), rows_at_once):
             part = sampled[begin : begin + rows_at_once]
             best[part] = _draw_rows(select_rows(valid, part), largest[part], params, part)
-        return SampleResult(best.astype(np.int32), bad)
+        return SampleResult(best.astype(np.int32), bad, np.isneginf(largest))
 
 
 def _draw_rows(

@@ -1,0 +1,176 @@
+"""Is this run better than an older one, or is it noise? For `--compare old.json` of the serving benchmarks.
+
+Each result carries, beside its figures, how far each one moves by chance (`noise`, a relative 95 % half-width): for
+percentiles and means a bootstrap over requests (Efron 1979), for throughputs the spread over slices of the run. Two
+figures differ when they are further apart than both noises together, and than MIN_BOUND, which stands for what a machine
+does between runs and no run can see of itself. Knows no server.
+"""
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.stats import RequestRecord, percentile
+
+MIN_BOUND = 0.03
+RESAMPLES, SLICES = 200, 10
+RATES = ("output_tok_s", "total_tok_s", "request_s", "prefill_tok_s", "decode_tok_s")  # more is better
+TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")  # less is better
+SHOWN = ("mean", "p50", "p99")
+TITLES = {
+    "output_tok_s": "Output token throughput (tok/s)",
+    "total_tok_s": "Total token throughput (tok/s)",
+    "request_s": "Request throughput (req/s)",
+    "prefill_tok_s": "Prefill estimate (tok/s)",
+    "decode_tok_s": "Decode, all decoding (tok/s)",
+}
+
+
+def noise(records: Sequence[RequestRecord], seed: int = 0) -> dict[str, float]:
+    """Figure name ("output_tok_s", "ttft_s.p50") -> relative half-width. Figures of fewer than three requests have none."""
+    good = [record for record in records if not record.error and record.token_times]
+    if len(good) < 3:
+        return {}
+    found = {}
+    rate = slice_noise(good)
+    if rate is not None:
+        found.update(dict.fromkeys(RATES, round(rate, 4)))
+    samples: dict[str, Callable[[RequestRecord], list[float]]] = {
+        "ttft_s": lambda r: [r.ttft_s],
+        "tpot_s": lambda r: [(r.token_times[-1] - r.token_times[0]) / max(1, r.num_output_tokens - 1)],
+        "itl_s": lambda r: [b - a for a, b in zip(r.token_times, r.token_times[1:], strict=False)],
+        "e2e_s": lambda r: [r.end - r.start],
+    }
+    for name, values_of in samples.items():
+        values = [values_of(record) for record in good]
+        for figure in SHOWN:
+            width = bootstrap(values, figure, seed)
+            if width is not None:
+                found[f"{name}.{figure}"] = round(width, 4)
+    return found
+
+
+def bootstrap(groups: Sequence[Sequence[float]], figure: str, seed: int = 0) -> float | None:
+    """Relative half-width of a figure over values in groups (the requests): whole groups are drawn again, since the gaps
+    of one stream are not independent. None when there is nothing to draw."""
+    generator = random.Random(seed)
+    results = []
+    for _ in range(RESAMPLES):
+        values = [value for group in generator.choices(groups, k=len(groups)) for value in group]
+        if values:
+            results.append(_figure(values, figure))
+    if not results or not (middle := percentile(results, 50)):
+        return None
+    return (percentile(results, 97.5) - percentile(results, 2.5)) / 2 / middle
+
+
+def _figure(values: list[float], figure: str) -> float:
+    return sum(values) / len(values) if figure == "mean" else percentile(values, float(figure[1:]))
+
+
+def slice_noise(records: Sequence[RequestRecord]) -> float | None:
+    """Of a throughput: tokens that arrived in each of SLICES equal parts of the run's middle; two standard errors of their
+    mean, relative. The first and the last part only show how a run starts and ends."""
+    begin, end = min(r.start for r in records), max(r.end for r in records)
+    counts = [0.0] * (SLICES + 2)
+    for record in records:
+        for moment in record.token_times:
+            place = int((moment - begin) / max(end - begin, 1e-9) * len(counts))
+            counts[min(place, len(counts) - 1)] += record.tokens_per_gap
+    inner = counts[1:-1]
+    mean = sum(inner) / len(inner)
+    if mean <= 0:
+        return None
+    deviation = math.sqrt(sum((count - mean) ** 2 for count in inner) / (len(inner) - 1))
+    return 2 * deviation / math.sqrt(len(inner)) / mean
+
+
+# ------------------------------------------------------------ two results
+
+
+def runs_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of a result: several when several concurrencies were measured."""
+    return list(result["runs"]) if "runs" in result else [result]
+
+
+def read_result(file: str) -> dict[str, Any]:
+    """The last line of a file that is a JSON object. Raises ValueError."""
+    try:
+        lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+        result = json.loads(lines[-1])
+    except (OSError, IndexError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "no line of it is a JSON object"
+        raise ValueError(f"--compare {file}: {reason}; name the output of an earlier run") from None
+    return dict(result)
+
+
+def compare(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each figure that both runs have: old, new, change, bound, and "better", "worse" or "same"."""
+    rows = []
+    names = [(name, True) for name in RATES] + [(f"{name}.{figure}", False) for name in TIMES for figure in SHOWN]
+    for name, is_more_better in names:
+        before, after = _look_up(old, name), _look_up(new, name)
+        if not before or after is None:
+            continue
+        widths = [float((run.get("noise") or {}).get(name, 0.0)) for run in (old, new)]
+        bound = max(MIN_BOUND, math.hypot(*widths))
+        change = after / before - 1
+        verdict = "same" if abs(change) <= bound else "better" if (change > 0) == is_more_better else "worse"
+        rows.append({"figure": name, "old": before, "new": after, "change": round(change, 4), "bound": round(bound, 4),
+                     "verdict": verdict})
+    return rows
+
+
+def _look_up(run: dict[str, Any], name: str) -> float | None:
+    head, _, tail = name.partition(".")
+    value = run.get(head)
+    if tail:
+        value = value.get(tail) if isinstance(value, dict) else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of all runs of the same concurrency, printed and returned; each names its concurrency."""
+    before = {_concurrency(run): run for run in runs_of(old)}
+    all_rows = []
+    for run in runs_of(new):
+        concurrency = _concurrency(run)
+        other = before.get(concurrency) or (next(iter(before.values())) if len(before) == 1 == len(runs_of(new)) else None)
+        if other is None:
+            print(f"nothing to compare at concurrency {concurrency}: the old file has {sorted(before)}")
+            continue
+        differences = different_load(other, run)
+        if differences:
+            print(f"the loads differ, so the figures say little: {', '.join(differences)}")
+        rows = compare(other, run)
+        print_rows(rows, concurrency)
+        all_rows += [{"concurrency": concurrency, **row} for row in rows]
+    return all_rows
+
+
+def _concurrency(run: dict[str, Any]) -> int:
+    return int((run.get("load") or {}).get("concurrency", 0))
+
+
+def different_load(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What was asked for differently."""
+    before, after = old.get("load") or {}, new.get("load") or {}
+    return [f"{name} {before[name]} -> {after[name]}" for name in before if name in after and before[name] != after[name]]
+
+
+def print_rows(rows: list[dict[str, Any]], concurrency: int) -> None:
+    """A table for people; times in milliseconds."""
+    print(f" Compared, concurrency {concurrency} ".center(78, "="))
+    print(f"{'':<34} {'old':>10} {'new':>10} {'change':>8} {'noise':>7}")
+    for row in rows:
+        name, scale = TITLES.get(row["figure"], row["figure"]), 1.0
+        if "." in row["figure"]:
+            head, figure = row["figure"].split(".")
+            name, scale = f"{head[:-2].upper()} {figure} (ms)", 1000.0
+        mark = {"same": "", "better": "better", "worse": "WORSE"}[row["verdict"]]
+        print(f"{name:<34} {row['old'] * scale:>10.2f} {row['new'] * scale:>10.2f} {row['change']:>+8.1%} "
+              f"{row['bound']:>6.1%}  {mark}")
+    print("=" * 78)

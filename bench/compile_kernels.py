@@ -1,0 +1,254 @@
+"""Compiles every kernel for GPUs that are not here, and shows what became of it.
+
+    python -m bench.compile_kernels [--capabilities 80 90 100] [--quick] [--json FILE]
+
+The serving code's own launches are compiled: the wrappers run on CPU tensors under a driver that compiles for the named
+chip and starts nothing. So the table shows the very variants a GPU will run: registers, stack (spills), shared memory
+against the chip's limit, and which matrix and copy instructions the machine code contains (HGMMA, QGMMA: wgmma; HMMA,
+IMMA: mma; LDGSTS: asynchronous copies). Exit status 1 if one spills, does not fit, or lacks its matrix instructions.
+The last line of output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from worker.attention.base import BatchMeta
+from worker.attention.triton_paged import Device, TritonBackend
+from worker.kernels.add_rms_norm import add_rms_norm
+from worker.kernels.argmax import argmax
+from worker.kernels.configs import FP8_CAPABILITY, shared_limit
+from worker.kernels.embedding import embedding
+from worker.kernels.philox import philox_uniform
+from worker.kernels.silu_mul import silu_mul
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_OPCODES = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "IMMA", "LDGSTS", "UTMALDG", "STL", "LDL")
+_MATRIX = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "IMMA")
+PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}
+
+
+class OfflineDriver:
+    """As much of a CUDA driver as a compilation asks for. The device number is the capability, so that variants for
+    several chips do not share a cache entry."""
+
+    launcher_cls = None
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def is_active(self) -> bool:
+        return True
+
+
+def inspect_machine_code(compiled: Any) -> dict[str, int]:
+    """Registers, stack bytes, shared bytes and instruction counts of one compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+
+        def dump(option: str) -> str:
+            return subprocess.run([str(_TOOLS / "cuobjdump"), option, file.name], capture_output=True, text=True,
+                                  check=True).stdout
+
+        usage, code = dump("-res-usage"), dump("-sass")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump gave no register count: {usage!r}")
+    counts = Counter(re.findall(rf"\b({'|'.join(_OPCODES)})\b", code))
+    return {"registers": int(found[1]), "stack": int(found[2]), "shared": int(compiled.metadata.shared),
+            "warps": int(compiled.metadata.num_warps), **{name: counts[name] for name in _OPCODES if counts[name]}}
+
+
+def make_meta(query_lens: list[int], seq_lens: list[int], block_size: int) -> BatchMeta:
+    """Only shapes and lengths matter: nothing runs."""
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    lengths = np.array(seq_lens, np.int32)
+    table = torch.zeros((len(seq_lens), -(-max(seq_lens) // block_size)), dtype=torch.int32)
+    return BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), table, torch.zeros(int(starts[-1]), dtype=torch.long),
+                     block_size, starts, lengths, max(query_lens), int(lengths.max()))
+
+
+Case = Callable[[int], object]  # launches on a chip of this capability
+
+
+def attention_case(query_lens: list[int], seq_lens: list[int], *, dim: int, group: int = 4, kv_heads: int = 8,
+                   dtype: torch.dtype = torch.bfloat16, pool: torch.dtype | None = None, block_size: int = 16,
+                   **options: Any) -> Case:
+    """One attention call."""
+    def launch(capability: int) -> object:
+        backend = TritonBackend()
+        backend._devices[torch.device("cpu")] = Device(capability, PROCESSORS.get(capability, 128))
+        cache = backend.allocate((4, block_size, kv_heads, dim), pool or dtype, "cpu")
+        q = torch.zeros((sum(query_lens), kv_heads * group, dim), dtype=dtype)
+        sinks = torch.zeros(kv_heads * group) if options.pop("with_sinks", False) else None
+        return backend.forward(q, cache, make_meta(query_lens, seq_lens, block_size), sinks=sinks, **options)
+    return launch
+
+
+def rotate_case(*, dim: int, norm: bool, pool: torch.dtype, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """The fused head norms, rotation and pool write; and the plain write."""
+    def launch(capability: int) -> None:
+        backend, meta = TritonBackend(), make_meta([1, 1], [5, 9], 16)
+        cache = backend.allocate((4, 16, 8, dim), pool, "cpu")
+        tables = torch.zeros((2, 1, dim), dtype=dtype)
+        weight = torch.zeros((40, dim), dtype=dtype) if norm else None
+        qkv = torch.zeros((2, 48, dim), dtype=dtype)
+        backend.rotate_and_write(qkv, tables, tables, cache, meta, num_heads=32, norm_weight=weight)
+        backend.write(cache, qkv[:, 32:40], qkv[:, 40:], meta)
+    return launch
+
+
+def row_case(dtype: torch.dtype) -> Case:
+    """The kernels over rows."""
+    def launch(capability: int) -> None:
+        x = torch.zeros((2, 4096), dtype=dtype)
+        add_rms_norm(x, x.clone(), x[0], 1e-6)
+        add_rms_norm(x, None, x[0], 1e-6)
+        silu_mul(torch.zeros((2, 2 * 12288), dtype=dtype))
+        embedding(torch.zeros(2, dtype=torch.long), x)
+        argmax(torch.zeros((2, 151936), dtype=torch.float32))
+        ids = torch.zeros(2, dtype=torch.long)
+        philox_uniform(ids, ids.int(), ids, 4)
+    return launch
+
+
+DECODE, MANY, CHUNK = ([1] * 4, [8192] * 4), ([1] * 256, [1024] * 256), ([512] * 3 + [1], [8192] * 4)
+DRAFTS = ([5] * 4, [2048] * 4)
+BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
+
+# name -> (case, needs matrix instructions). The quick ones are those of the large models' usual shapes.
+QUICK: dict[str, tuple[Case, bool]] = {
+    "decode 128": (attention_case(*DECODE, dim=128), True),
+    "chunk 128": (attention_case(*CHUNK, dim=128), True),
+    "chunk 64": (attention_case(*CHUNK, dim=64), True),
+    "decode 128 fp8": (attention_case(*DECODE, dim=128, pool=FP8), True),
+    "chunk 128 int8": (attention_case(*CHUNK, dim=128, pool=INT8), True),
+    "rotate 128 norm": (rotate_case(dim=128, norm=True, pool=BF16), False),
+    "rotate 128 int8": (rotate_case(dim=128, norm=True, pool=INT8), False),
+    "rows": (row_case(BF16), False),
+}
+REST: dict[str, tuple[Case, bool]] = {
+    "decode 64": (attention_case(*DECODE, dim=64), True),
+    "decode 256": (attention_case(*DECODE, dim=256), True),
+    "chunk 256": (attention_case(*CHUNK, dim=256), True),
+    "decode 96": (attention_case(*DECODE, dim=96), True),
+    "chunk 80": (attention_case(*CHUNK, dim=80), True),
+    "decode 128 many rows": (attention_case(*MANY, dim=128), True),
+    "decode 128 block 64": (attention_case(*DECODE, dim=128, block_size=64), True),
+    "chunk 128 block 64": (attention_case(*CHUNK, dim=128, block_size=64), True),
+    "decode 128 group 1": (attention_case(*DECODE, dim=128, group=1), True),
+    "decode 128 group 7": (attention_case(*DECODE, dim=128, group=7, kv_heads=4), True),
+    "decode 64 group 32": (attention_case(*DECODE, dim=64, group=32, kv_heads=2), True),
+    "drafts 128": (attention_case(*DRAFTS, dim=128), True),
+    "decode 128 f16": (attention_case(*DECODE, dim=128, dtype=torch.float16), True),
+    "chunk 128 f16": (attention_case(*CHUNK, dim=128, dtype=torch.float16), True),
+    "decode 128 f32": (attention_case(*DECODE, dim=128, dtype=torch.float32), False),
+    "chunk 128 f32": (attention_case(*CHUNK, dim=128, dtype=torch.float32), False),
+    "chunk 64 window sinks": (attention_case(*CHUNK, dim=64, group=8, window=128, with_sinks=True), True),
+    "decode 64 window sinks": (attention_case(*DECODE, dim=64, group=8, window=128, with_sinks=True), True),
+    "chunk 128 window": (attention_case(*CHUNK, dim=128, window=4096), True),
+    "chunk 128 softcap": (attention_case(*CHUNK, dim=128, softcap=50.0), True),
+    "chunk 256 softcap": (attention_case(*CHUNK, dim=256, softcap=50.0), True),
+    "chunk 128 fp8": (attention_case(*CHUNK, dim=128, pool=FP8), True),
+    "decode 128 int8": (attention_case(*DECODE, dim=128, pool=INT8), True),
+    "decode 64 int8": (attention_case(*DECODE, dim=64, pool=INT8), True),
+    "rotate 64": (rotate_case(dim=64, norm=False, pool=BF16), False),
+    "rotate 128 fp8": (rotate_case(dim=128, norm=True, pool=FP8), False),
+    "rotate 256 f32": (rotate_case(dim=256, norm=True, pool=torch.float32, dtype=torch.float32), False),
+    "rows f32": (row_case(torch.float32), False),
+}
+
+
+def compile_case(name: str, case: Case, needs_matrix: bool, capability: int) -> list[dict[str, Any]]:
+    """One table row for each kernel that the case launches, with `problems` in words."""
+    compiled: list[Any] = []
+    original = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled.append((self.__name__, original(self, *args, grid=grid, warmup=True, **options)))
+        return compiled[-1][1]
+
+    triton.runtime.driver.set_active(OfflineDriver(capability))
+    JITFunction.run = run
+    try:
+        case(capability)
+    finally:
+        JITFunction.run = original
+    rows = []
+    for kernel, code in compiled:
+        row: dict[str, Any] = {"case": name, "kernel": kernel.removesuffix("_kernel"), "capability": capability}
+        row |= inspect_machine_code(code)
+        row["problems"] = []
+        if row["stack"] or row.get("STL") or row.get("LDL"):
+            row["problems"].append(f"spills: {row['stack']} bytes of stack")
+        if row["shared"] > shared_limit(capability):
+            row["problems"].append(f"shared memory {row['shared']} over {shared_limit(capability)}")
+        if needs_matrix and kernel == "paged_attention_kernel" and not any(row.get(op) for op in _MATRIX):
+            row["problems"].append("no matrix instructions")
+        rows.append(row)
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """One line a kernel."""
+    print(f"{'case':24} {'kernel':20} {'sm':>4} {'warps':>5} {'regs':>5} {'stack':>5} {'shared':>7}  instructions")
+    for row in rows:
+        mix = " ".join(f"{op}:{row[op]}" for op in _OPCODES if op in row)
+        flag = "  <-- " + "; ".join(row["problems"]) if row["problems"] else ""
+        print(f"{row['case']:24} {row['kernel']:20} {row['capability']:>4} {row['warps']:>5} {row['registers']:>5} "
+              f"{row['stack']:>5} {row['shared']:>7}  {mix}{flag}")
+
+
+def main() -> None:
+    """Compile all cases; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--quick", action="store_true", help="only the usual shapes")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set, which replaces the compiler; unset it")
+    rows: list[dict[str, Any]] = []
+    for name, (case, needs_matrix) in (QUICK if args.quick else QUICK | REST).items():
+        for capability in args.capabilities:
+            if args.only in name and not ("fp8" in name and capability < FP8_CAPABILITY):
+                rows += compile_case(name, case, needs_matrix, capability)
+    print_table(rows)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    failed = sum(bool(row["problems"]) for row in rows)
+    print(json.dumps({"benchmark": "compile_kernels", "triton": triton.__version__, "compiled": len(rows), "failed": failed}))
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""`launch.py run-batch`: answer an OpenAI batch file with an engine of this program.
+
+    python launch.py run-batch -i requests.jsonl -o answers.jsonl --model qwen3-0.6b
+
+Every request passes through the application that also serves HTTP, so a line gets the answer, or the error, that the same
+call to a server would get. Interrupted or ended for whatever reason, the same command goes on where it was: ids that the
+output file answers are skipped. A request that only failed because the engine ended is not answered.
+"""
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
+
+from frontend.async_llm import AsyncLLM
+from frontend.cli.batch_file import BatchRequest, Output, check_input, error_body, error_object, open_input, requests
+from frontend.cli.common import (StartError, UsageError, engine_config, make_command_parser,
+                                 parse_command, run_command, say)
+from frontend.openai.app import build_app
+from ipc.aliases import DEMO_ALIAS
+from ipc.config import EngineConfig
+from ipc.errors import EngineDeadError
+from ipc.screen import Screen
+
+Application = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
+
+RETRY_S = 0.5                                    # after "too many requests", which is our own load
+MOST_IN_FLIGHT = 1024
+
+
+class Totals:
+    """What a run did."""
+
+    def __init__(self) -> None:
+        self.num_ok = self.num_failed = self.num_skipped = 0
+
+
+async def call(app: Application, request: BatchRequest) -> tuple[int, str, bytes]:
+    """(status, request id, body) of one call of the application, as an HTTP server would make it."""
+    status, request_id, parts = 500, "", [b""]
+    messages = iter([{"type": "http.request", "body": bytes(request.body), "more_body": False}])
+    forever = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        message = next(messages, None)
+        if message is None:
+            await forever.wait()                 # the client stays
+        return message or {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status, request_id
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            request_id = next((value.decode("latin-1") for name, value in message["headers"]
+                               if name.lower() == b"x-request-id"), "")
+        else:
+            parts.append(message.get("body", b""))
+
+    path, _, query = request.url.partition("?")
+    await app({"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": request.method.upper(),
+               "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": query.encode(), "root_path": "",
+               "headers": [(b"content-type", b"application/json"), (b"host", b"batch")], "client": ("batch", 0),
+               "server": ("batch", 0)}, receive, send)
+    return status, request_id, b"".join(parts)
+
+
+def refusal(request: BatchRequest) -> tuple[int, bytes] | None:
+    """Status and body for what a batch cannot do, whatever the application could."""
+    if request.method.upper() != "POST":
+        return 400, error_body(400, "BadRequestError", f"method is {request.method[:20]!r}; a batch request is a POST", "method")
+    if not request.url.startswith("/v1/"):
+        return 404, error_body(404, "NotFoundError", f"url is {request.url[:80]!r}; a batch request goes to a path under "
+                               "/v1, for example /v1/chat/completions", "url")
+    if not bytes(request.body).lstrip().startswith(b"{"):
+        return 400, error_body(400, "BadRequestError", "body must be a JSON object", "body")
+    return None
+
+
+async def answer(app: Application, is_dead: Callable[[], bool], request: BatchRequest, output: Output,
+                 totals: Totals) -> None:
+    """One line of the output. Raises EngineDeadError, and writes nothing, when the engine has ended."""
+    refused = refusal(request)
+    if refused is not None:
+        output.write(request.custom_id, refused[0], "", refused[1])
+        totals.num_failed += 1
+        return
+    while True:
+        status, request_id, body = await call(app, request)
+        if status == 503 and is_dead():
+            raise EngineDeadError(error_object(status, body)["message"])
+        if status not in (429, 503):
+            break
+        await asyncio.sleep(RETRY_S)             # a bounded queue (it is our own load), or a process that is restarted
+    if not body.lstrip().startswith(b"{"):       # a stream has no place in a line
+        status = 400
+        body = error_body(400, "BadRequestError", "stream is true; a batch has no streams, leave it out", "stream")
+    output.write(request.custom_id, status, request_id, body)
+    totals.num_ok += status < 400
+    totals.num_failed += status >= 400
+
+
+async def run_all(app: Application, is_dead: Callable[[], bool], lines: Iterator[tuple[int, BatchRequest]],
+                  output: Output, totals: Totals, max_concurrency: int, on_done: Callable[[], object]) -> None:
+    """All requests that the output does not answer yet, `max_concurrency` at once, in the order of the file."""
+    running: set[asyncio.Task[None]] = set()
+
+    async def settle(limit: int) -> None:
+        nonlocal running
+        while len(running) > limit:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+                on_done()
+
+    try:
+        for _, request in lines:
+            if request.custom_id in output.done:
+                totals.num_skipped += 1
+                on_done()
+                continue
+            running.add(asyncio.create_task(answer(app, is_dead, request, output, totals)))
+            await settle(max_concurrency - 1)
+        await settle(0)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def run(config: EngineConfig, file: BinaryIO, output: Output, num_requests: int, max_concurrency: int,
+              screen: Screen, totals: Totals) -> None:
+    """Start the engine, answer the file."""
+    llm = AsyncLLM(config=config, on_phase=lambda phase: screen.phase(phase.role, phase))
+    try:
+        await llm.start()
+    except EngineDeadError as error:
+        raise StartError(str(error)) from None
+    try:
+        file.seek(0)
+        with tqdm(total=num_requests, desc="requests", disable=None) as bar:    # none off a terminal
+            await run_all(build_app(llm), lambda: bool(llm.status()["dead"]), requests(file), output, totals,
+                          max_concurrency, bar.update)
+    finally:
+        await llm.close()
+
+
+def main(argv: list[str]) -> int:
+    parser, group = make_command_parser("run-batch", "Answer an OpenAI batch file.")
+    group.add_argument("-i", "--input-file", metavar="FILE", help="requests, one JSON object a line; -: standard input")
+    group.add_argument("-o", "--output-file", metavar="FILE", help="answers; requests it has are skipped; -: standard output")
+    group.add_argument("--overwrite", action="store_true", default=False, help="start anew instead of going on")
+    group.add_argument("--max-concurrency", type=int, metavar="N",
+                       help="requests given to the engine at once (default: twice --max-num-seqs)")
+
+    def command() -> int:
+        model, engine, own = parse_command(parser, argv)
+        for name in ("input_file", "output_file"):
+            if name not in own:
+                raise UsageError(f"--{name.replace('_', '-')} is missing; for example: -i requests.jsonl -o answers.jsonl")
+        file = open_input(own["input_file"])
+        num_requests = check_input(file)
+        output = Output(own["output_file"], overwrite=own["overwrite"])
+        screen, totals = Screen(), Totals()
+        options = {"log_level": "warning", **engine}
+        config = engine_config(model or DEMO_ALIAS, options, screen)
+        most = own.get("max_concurrency") or min(2 * config.scheduler.max_num_seqs, MOST_IN_FLIGHT)
+        if most < 1:
+            raise UsageError(f"--max-concurrency is {most}; it must be at least 1")
+        try:
+            asyncio.run(run(config, file, output, num_requests, most, screen, totals))
+        except (KeyboardInterrupt, EngineDeadError):
+            num_left = num_requests - len(output.done)
+            say(f"{num_left} of {num_requests} requests are not answered yet; the same command goes on with them")
+            raise
+        finally:
+            output.close()
+            file.close()
+        say(f"{totals.num_ok} answered, {totals.num_failed} refused, {totals.num_skipped} were answered before: "
+            f"{own['output_file']}")
+        return 0
+    return run_command("run-batch", command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

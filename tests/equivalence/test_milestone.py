@@ -1,0 +1,160 @@
+"""Core and worker in one process, joined by the codec: five requests of different lengths, two of which share two blocks,
+in four configurations that stress the scheduler, in both loops, on both attention backends. Every greedy output equals the
+request alone, and idle means every block is free. Through real processes: test_milestone_processes.py.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ipc.errors import FAULT
+from ipc.messages import FINISH_ERROR, FINISH_LENGTH
+from ipc.model_config import ModelConfig
+from ipc.model_source import ModelFiles
+from tests.engine_core.sim_driver import VOCAB
+from tests.engine_core.tools import Engine
+from worker.attention.registry import get_backend
+from worker.kv_pool import KVPool
+from worker.model_runner import ModelRunner
+from worker.models.flat_model import FlatModel
+from worker.models.loader import load_model
+
+BLOCK_SIZE, MAX_MODEL_LEN = 4, 64
+SHARED = [3, 1, 4, 1, 5, 9, 2, 6]               # two full blocks
+PROMPTS = {1: [7, 7, 8], 2: [*SHARED, 40, 41, 42], 3: [(11 * i) % VOCAB for i in range(17)], 4: [*SHARED, 33], 5: [2] * 6}
+MAX_TOKENS = {1: 24, 2: 14, 3: 11, 4: 19, 5: 8}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "small-chunks-and-budget": dict(num_blocks=64, max_num_batched_tokens=7, long_prefill_token_threshold=3),
+    "12-blocks-recompute": dict(num_blocks=12),
+    "12-blocks-swap": dict(num_blocks=12, num_host_blocks=24, preemption_mode="swap"),
+    "no-cache-two-seats": dict(num_blocks=64, caching=False, max_num_seqs=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads cost more than they give at this size."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def tiny_model() -> FlatModel:
+    """Two Llama layers with grouped queries. Weights large enough for attention to matter."""
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=10000.0,
+        rope_scaling=None, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False, attention_bias=False,
+        qk_norm=False, eos_token_ids=[], bos_token_id=None, dtype="float32")
+    model = load_model(ModelFiles(kind="dummy", path="", config=config, served_name="tiny"), dtype="float32", device="cpu",
+                       seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(15.0)
+    return model
+
+
+class RealEngine(Engine):
+    """An Engine whose worker is the real one."""
+
+    def __init__(self, backend_name: str, *, num_blocks: int, num_host_blocks: int = 0, **options: Any) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks, max_model_len=MAX_MODEL_LEN,
+                         partial=True, **options)
+        model, backend = tiny_model(), get_backend(backend_name)
+        pool = KVPool(backend, num_blocks, BLOCK_SIZE, model.kv_spec(), torch.float32)
+        self.worker = ModelRunner(model, backend, pool, num_host_blocks, seats=self.rows.seats,
+                                  max_tokens=self.core.config.max_num_batched_tokens, max_model_len=MAX_MODEL_LEN,
+                                  eos_token_ids=[])
+
+
+@functools.cache
+def alone(backend_name: str) -> dict[int, list[int]]:
+    """Each request by itself, nothing cached, nothing in chunks."""
+    found = {}
+    for request_id, prompt in PROMPTS.items():
+        engine = RealEngine(backend_name, num_blocks=64, caching=False)
+        engine.add(request_id, prompt, max_tokens=MAX_TOKENS[request_id])
+        engine.run()
+        found[request_id] = engine.tokens[request_id]
+    return found
+
+
+@pytest.mark.parametrize("backend_name", ["reference", "cpu"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_output_equals_the_request_alone(name, is_async, backend_name):
+    engine = RealEngine(backend_name, async_scheduling=is_async, **CONFIGURATIONS[name])
+    for request_id, prompt in PROMPTS.items():
+        engine.add(request_id, prompt, max_tokens=MAX_TOKENS[request_id])
+    engine.run()
+    assert engine.tokens == alone(backend_name)
+    assert all(end.reason == FINISH_LENGTH for end in engine.ends.values())
+    assert (engine.stats.num_preemptions > 0) == name.startswith("12-blocks")
+    assert (engine.stats.num_swapped_out_blocks > 0) == name.endswith("swap")
+    assert (engine.stats.num_hit_tokens + engine.stats.num_adopted_tokens >= 8) == (name != "no-cache-two-seats")
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_requests_that_come_while_others_run_equal_the_requests_alone(is_async):
+    """One at a time, every few steps, twice: the second round finds the first in the cache."""
+    engine = RealEngine("cpu", num_blocks=14, async_scheduling=is_async, max_num_batched_tokens=9)
+    waiting = [(round_id * 10 + request_id, prompt) for round_id in (0, 1) for request_id, prompt in PROMPTS.items()]
+    while waiting or engine.core.can_plan() or engine.in_flight:
+        if waiting and engine.core.step % 3 == 0:
+            request_id, prompt = waiting.pop(0)
+            engine.add(request_id, prompt, max_tokens=MAX_TOKENS[request_id % 10])
+        while engine.core.can_plan() and (plan := engine.core.plan()) is not None:
+            engine.core.plan_sent(0)
+            engine.in_flight.append(plan)
+        if engine.in_flight:
+            engine.finish_step()
+    expected = alone("cpu")
+    assert engine.tokens == {request_id: expected[request_id % 10] for request_id in engine.tokens} and len(engine.tokens) == 10
+    engine.assert_idle()
+
+
+def test_both_backends_give_the_same_tokens():
+    assert alone("reference") == alone("cpu")
+
+
+def test_the_model_of_these_tests_reads_its_cache():
+    """Else wrong keys and values would not show: another first token gives another output."""
+    outputs = []
+    for first in (3, 4):
+        engine = RealEngine("reference", num_blocks=64)
+        engine.add(1, [first, *SHARED[1:], 33], max_tokens=19)
+        engine.run()
+        outputs.append(engine.tokens[1])
+    assert outputs[0] == alone("reference")[4] != outputs[1]
+    assert all(len(set(tokens)) > 3 for tokens in alone("reference").values())
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_values_that_are_not_finite_end_their_request_and_leave_the_others_exact(is_async):
+    """The embedding of one token is NaN."""
+    expected = alone("cpu")
+    model = tiny_model()
+    clean = model.embed_tokens.detach().clone()
+    try:
+        with torch.no_grad():
+            model.embed_tokens[49] = float("nan")
+        engine = RealEngine("cpu", num_blocks=64, async_scheduling=is_async)
+        for request_id in (1, 2, 4):
+            engine.add(request_id, PROMPTS[request_id], max_tokens=MAX_TOKENS[request_id])
+        engine.add(9, [*SHARED, 1, 49, 2], max_tokens=9)
+        engine.run()
+    finally:
+        with torch.no_grad():
+            model.embed_tokens.copy_(clean)
+    assert (engine.ends[9].reason, engine.ends[9].error_code) == (FINISH_ERROR, FAULT) and engine.tokens[9] == []
+    assert {i: engine.tokens[i] for i in (1, 2, 4)} == {i: expected[i] for i in (1, 2, 4)}
+    assert engine.stats.num_failed_steps == 0
+    engine.assert_idle()

@@ -1,0 +1,204 @@
+"""Paged attention against plain torch, in every mode and over pools whose unread slots are NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.interpreted.tools import BF16, FP8, INT8, make_batch
+from tests.worker.test_attention import BATCHES, build, plain_attention
+from worker.attention import triton_paged
+from worker.attention.registry import get_backend
+from worker.attention.triton_paged import NO_SPLIT, SPLIT_SHORT_REQUESTS, SPLIT_TILES, Device, LaunchPlan, TritonBackend
+from worker.kernels import configs
+from worker.kernels.combine_splits import combine_splits_reference
+from worker.kernels.configs import TileConfig
+from worker.kernels.paged_attention import paged_attention_reference
+
+FLOAT32 = {"atol": 3e-6, "rtol": 1e-5}
+HALF = {"atol": 1e-2, "rtol": 1e-2}
+
+
+def random_q(num_tokens: int, heads: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn((num_tokens, heads, dim), generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def use_tiles(monkeypatch: pytest.MonkeyPatch, block_m: int, block_n: int, processors: int = 8) -> TritonBackend:
+    """A backend with small tiles, which reaches splits and tile boundaries with few keys."""
+    monkeypatch.setattr(triton_paged, "attention_config", lambda *_: TileConfig(block_m, block_n, 4, 1))
+    monkeypatch.setattr(configs, "MIN_TILES_PER_SPLIT", 1)
+    monkeypatch.setattr(configs, "SPLIT_KEYS", 2 * block_n)
+    backend = TritonBackend()
+    backend._devices[torch.device("cpu")] = Device(90, processors)
+    return backend
+
+
+def the_plan(meta: object) -> LaunchPlan:
+    (plan,) = (value for value in meta.cache.values() if isinstance(value, LaunchPlan))  # type: ignore[attr-defined]
+    return plan
+
+
+@pytest.mark.parametrize("window", [0, 1, 20])
+@pytest.mark.parametrize("batch", [name for name in BATCHES if name != "long chunk in pieces"])
+def test_the_backend_passes_the_suite_of_all_backends(window: int, batch: str) -> None:
+    """The batches of tests/worker/test_attention.py, written through the backend itself."""
+    query_lens, seq_lens = BATCHES[batch]
+    backend = get_backend("triton")
+    meta, cache, keys, values = build(query_lens, seq_lens, num_kv_heads=2, dim=8, backend=backend)
+    q = random_q(sum(query_lens), 6, 8)
+    expected = plain_attention(q, meta, keys, values, 8**-0.5, window)
+    torch.testing.assert_close(backend.forward(q, cache, meta, window=window).double(), expected, **FLOAT32)
+
+
+@pytest.mark.parametrize("heads, kv_heads, dim", [(1, 1, 64), (4, 1, 16), (9, 3, 64), (3, 3, 80), (7, 1, 96), (2, 1, 256)])
+def test_head_shapes_of_mixed_batches_and_an_explicit_scale(heads: int, kv_heads: int, dim: int) -> None:
+    meta, cache = make_batch([1, 9, 1], [17, 30, 32], kv_heads=kv_heads, dim=dim)
+    q = random_q(11, heads, dim)
+    out = get_backend("triton").forward(q, cache, meta, scale=0.3)
+    torch.testing.assert_close(out, paged_attention_reference(q, cache, meta, scale=0.3), **FLOAT32)
+
+
+@pytest.mark.parametrize("block_size, block_n", [(16, 16), (16, 32), (32, 16), (48, 32), (64, 64), (80, 16)])
+def test_block_sizes_below_at_and_above_the_key_tile(block_size: int, block_n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = use_tiles(monkeypatch, 16, block_n, processors=1)
+    meta, cache = make_batch([1, 12, 1, 1], [block_size, 70, block_size + 1, block_size - 1], block_size=block_size)
+    q = random_q(15, 4, 16)
+    torch.testing.assert_close(backend.forward(q, cache, meta), paged_attention_reference(q, cache, meta), **FLOAT32)
+
+
+@pytest.mark.parametrize("window", [0, 5, 33])
+@pytest.mark.parametrize("lens, split", [
+    (([1, 1, 1], [70, 3, 16]), SPLIT_TILES),
+    (([1, 1], [0, 40]), SPLIT_TILES),
+    (([20], [75]), SPLIT_TILES),
+    (([1, 40, 2, 1], [90, 40, 17, 0]), SPLIT_SHORT_REQUESTS),
+])
+def test_split_contexts_equal_unsplit_ones(
+    lens: tuple[list[int], list[int]], split: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with freed blocks behind the window, and splits in which a row sees no key."""
+    backend = use_tiles(monkeypatch, 16, 16, processors=4 if split == SPLIT_SHORT_REQUESTS else 64)
+    meta, cache = make_batch(*lens, window=window)
+    q = random_q(sum(lens[0]), 4, 16)
+    out = backend.forward(q, cache, meta, window=window)
+    assert the_plan(meta).split == split and the_plan(meta).num_splits > 1
+    expected = paged_attention_reference(q, tuple(x.nan_to_num() for x in cache), meta, window=window)
+    torch.testing.assert_close(out, expected, **FLOAT32)
+
+
+@pytest.mark.parametrize("processors", [1, 64])
+def test_softcap_and_sinks(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = use_tiles(monkeypatch, 16, 16, processors)
+    meta, cache = make_batch([1, 10, 1], [50, 31, 0])
+    q, sinks = 4 * random_q(12, 4, 16), torch.tensor([0.5, -1.0, 3.0, 20.0])
+    for options in ({"softcap": 2.0}, {"sinks": sinks}, {"softcap": 5.0, "sinks": sinks, "window": 9}):
+        out = backend.forward(q, cache, meta, **options)
+        torch.testing.assert_close(out, paged_attention_reference(q, cache, meta, **options), **FLOAT32)
+        meta.cache.clear()
+
+
+@pytest.mark.parametrize("dtype, pool", [(BF16, BF16), (torch.float16, torch.float16), (BF16, FP8), (BF16, INT8),
+                                         (torch.float32, BF16), (torch.float32, INT8), (torch.float32, FP8)])
+def test_pools_of_every_dtype_equal_their_dequantised_values(
+    dtype: torch.dtype, pool: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for processors in (1, 64):
+        backend = use_tiles(monkeypatch, 16, 16, processors)
+        meta, cache = make_batch([1, 7, 1], [33, 40, 0], dim=64, dtype=pool)
+        q = random_q(9, 4, 64, dtype)
+        out = backend.forward(q, cache, meta)
+        assert out.dtype == dtype
+        expected = paged_attention_reference(q, cache, meta)
+        torch.testing.assert_close(out, expected, **(FLOAT32 if dtype == torch.float32 else HALF))
+
+
+def test_narrow_pools_stay_close_to_exact_attention() -> None:
+    """int8 and e4m3 with a scale per token and head: mean error of a unit-variance context."""
+    for pool, limit in ((INT8, 0.004), (FP8, 0.012)):
+        meta, exact = make_batch([1] * 3, [40, 50, 60], dim=64)
+        meta, cache = make_batch([1] * 3, [40, 50, 60], dim=64, dtype=pool)
+        q = random_q(3, 4, 64)
+        error = get_backend("triton").forward(q, cache, meta) - paged_attention_reference(q, exact, meta)
+        assert error.abs().mean() < limit
+
+
+def test_an_empty_batch_gives_an_empty_result() -> None:
+    meta, cache = make_batch([0], [0])
+    assert get_backend("triton").forward(random_q(0, 4, 16), cache, meta).shape == (0, 4, 16)
+
+
+def test_strided_queries_of_a_fused_projection_are_read_in_place() -> None:
+    meta, cache = make_batch([1, 3], [20, 9])
+    qkv = random_q(4, 8, 16)
+    out = get_backend("triton").forward(qkv[:, :4], cache, meta)
+    torch.testing.assert_close(out, paged_attention_reference(qkv[:, :4], cache, meta), **FLOAT32)
+
+
+def test_more_requests_than_are_compared_at_once() -> None:
+    """The search for a tile's request walks 128 starts at a time."""
+    meta, cache = make_batch([1] * 129 + [2], [1] * 129 + [5], kv_heads=1)
+    q = random_q(131, 1, 16)
+    out = get_backend("triton").forward(q, cache, meta)
+    torch.testing.assert_close(out, paged_attention_reference(q, cache, meta), **FLOAT32)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60), st.booleans()), min_size=1, max_size=4),
+    window=st.sampled_from([0, 0, 7, 40]), processors=st.sampled_from([1, 4, 64]), group=st.sampled_from([1, 3, 4]),
+    kv_heads=st.sampled_from([1, 2]),
+)
+def test_random_ragged_batches(
+    requests: list[tuple[int, int, bool]], window: int, processors: int, group: int, kv_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = use_tiles(monkeypatch, 16, 16, processors)
+    query_lens = [1 if is_padding else t for t, _, is_padding in requests]
+    seq_lens = [0 if is_padding else t + past for t, past, is_padding in requests]
+    meta, cache = make_batch(query_lens, seq_lens, kv_heads=kv_heads, window=window)
+    q = random_q(sum(query_lens), group * kv_heads, 16)
+    out = backend.forward(q, cache, meta, window=window)
+    expected = paged_attention_reference(q, tuple(x.nan_to_num() for x in cache), meta, window=window)
+    torch.testing.assert_close(out, expected, **FLOAT32)
+
+
+def test_a_step_is_planned_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    original = triton_paged.plan_launch
+    monkeypatch.setattr(triton_paged, "plan_launch", lambda *args: calls.append(args) or original(*args))
+    meta, cache = make_batch([1, 1], [5, 9])
+    backend, q = get_backend("triton"), random_q(2, 4, 16)
+    first = backend.forward(q, cache, meta)
+    kept = first.clone()
+    backend.forward(2 * q, cache, meta)
+    assert len(calls) == 1 and torch.equal(first, kept)
+
+
+def test_many_rows_are_not_split_and_few_long_ones_are() -> None:
+    chip = Device(90, 132)
+    def plan(query_lens: list[int], seq_lens: list[int]) -> LaunchPlan:
+        meta, _ = make_batch(query_lens, [min(n, 64) for n in seq_lens])
+        meta.max_seq_len = max(seq_lens)
+        return triton_paged.plan_launch(meta, sum(query_lens), 4, 8, 128, 128, 2, 2, chip)
+    assert plan([1] * 64, [8192] * 64).split == NO_SPLIT
+    one = plan([1], [32768])
+    assert (one.split, one.num_splits) == (SPLIT_TILES, 32)
+    mixed = plan([300] * 10 + [1], [300] * 10 + [32768])
+    assert (mixed.split, mixed.num_splits, mixed.num_parts, mixed.max_split_queries) == (SPLIT_SHORT_REQUESTS, 16, 11, 4)
+    assert plan([1], [100]).split == NO_SPLIT
+
+
+def test_too_many_query_heads_per_kv_head_are_refused_by_number() -> None:
+    meta, cache = make_batch([1], [5], kv_heads=1)
+    with pytest.raises(ValueError, match="one KV head serves 130 query heads; .* at most 128"):
+        get_backend("triton").forward(random_q(1, 130, 16), cache, meta)
+
+
+def test_combining_parts_equals_the_formula() -> None:
+    g = torch.Generator().manual_seed(0)
+    scores, values = torch.randn((2, 12), generator=g), torch.randn((12, 4), generator=g)
+    parts = torch.stack([torch.softmax(s, -1) @ v for s, v in zip(scores.split(4, 1), values.split(4), strict=True)])
+    lse = torch.stack([s.logsumexp(-1) for s in scores.split(4, 1)]) * 1.4426950408889634
+    torch.testing.assert_close(combine_splits_reference(parts, lse), torch.softmax(scores, -1) @ values)

@@ -1,0 +1,99 @@
+"""The thread team: every unit runs once, in order of operations, also when threads are late or many."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from worker.jit import norm  # noqa: E402
+from worker.jit import program as pg  # noqa: E402
+from worker.jit import step as st  # noqa: E402
+from worker.jit.team import MAX_OPS, Team, get_team  # noqa: E402
+
+WIDTH = 32
+
+
+class Adding:
+    """A program of n norms over one residual: each adds delta once, so a lost, doubled or early unit shows."""
+
+    def __init__(self, team: Team, num_ops: int, rows: int) -> None:
+        self.team, self.num_ops, self.rows = team, num_ops, rows
+        self.residual = np.zeros((rows, WIDTH), np.float32)
+        self.delta = np.ones((rows, WIDTH), np.float32)
+        self.out, weight = np.zeros_like(self.residual), np.ones(WIDTH, np.float32)
+        self.program, self.step = pg.Program(), pg.new_step()
+        self.program.keep(weight)
+        for _ in range(num_ops):
+            self.program.add(pg.NORM, {norm.RESIDUAL: self.residual.ctypes.data, norm.DELTA: self.delta.ctypes.data,
+                                       norm.LD_DELTA: 4 * WIDTH, norm.WEIGHT: weight.ctypes.data, norm.SIZE: WIDTH,
+                                       norm.EPS_BITS: pg.float_bits(1e-6), norm.OUT: self.out.ctypes.data})
+        self.step[st.NUM_ROWS] = rows
+
+    def run(self) -> None:
+        self.team.run(self.program.address, self.program.num_ops, self.step)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_every_unit_of_every_operation_runs_once(num_threads: int) -> None:
+    team = Team(num_threads)
+    adding = Adding(team, num_ops=50, rows=40)
+    for times in range(1, 41):
+        adding.run()
+        assert (adding.residual == 50 * times).all()
+    team.stop()
+    assert not any(thread.name.startswith("kernel") and thread in team._threads for thread in threading.enumerate())
+
+
+def test_programs_of_different_sizes_take_turns() -> None:
+    team = Team(3)
+    programs = [Adding(team, num_ops, rows) for num_ops, rows in ((1, 1), (30, 64), (3, 2), (7, 0))]
+    for times in range(1, 101):
+        for adding in programs:
+            adding.run()
+            assert (adding.residual == adding.num_ops * times).all()
+    team.stop()
+
+
+def test_busy_neighbours_delay_a_step_but_do_not_break_it() -> None:
+    """More spinning processes than cores: late threads find their tickets gone, and the sums still hold."""
+    code = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(len(os.sched_getaffinity(0)) + 1)]
+    try:
+        adding = Adding(get_team(2), num_ops=20, rows=32)
+        for times in range(1, 101):
+            adding.run()
+            assert (adding.residual == 20 * times).all()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_an_idle_team_uses_no_processor_time() -> None:
+    adding = Adding(get_team(2), num_ops=2, rows=8)
+    adding.run()
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+
+
+def test_a_program_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"the team holds {MAX_OPS}"):
+        get_team(2).run(0, MAX_OPS + 1, pg.new_step())
+
+
+def test_a_process_ends_with_its_threads_still_waiting() -> None:
+    code = ("from worker.jit.team import get_team\nfrom worker.jit import program as pg\nteam = get_team(3)\n"
+            "team.run(pg.Program().address, 0, pg.new_step())\nprint('done')")
+    root = str(Path(__file__).parents[2])
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (result.stdout, result.returncode) == ("done\n", 0), result.stderr

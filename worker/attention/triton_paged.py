@@ -1,0 +1,180 @@
+"""The CUDA backend: Triton kernels over the paged pool, for any mix of prefill chunks and decodes in one launch.
+
+What a launch looks like (tiles, splits, workspace) is decided once per step from shapes and the *_cpu copies, kept in
+meta.cache and reused by every layer. Nothing here waits for the device: a launch depends on device tensors only through
+pointers, so it can be captured; capture with the largest max_seq_len the graph shall serve.
+The same code runs in Triton's interpreter on CPU tensors, which is how it is proven without a GPU.
+Does not know models, and tunes nothing: worker/kernels/configs.py has the shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from worker.attention.base import BatchMeta
+from worker.kernels import configs
+from worker.kernels.combine_splits import combine_splits_kernel
+from worker.kernels.configs import TileConfig, attention_config
+from worker.kernels.interpreter import install_if_interpreted
+from worker.kernels.kv_quant import is_quantized
+from worker.kernels.kv_write import kv_write
+from worker.kernels.paged_attention import LOG2E, paged_attention_kernel
+from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write
+from worker.kv_pool import allocate_pools
+
+NO_SPLIT, SPLIT_TILES, SPLIT_SHORT_REQUESTS = 0, 1, 2  # SPLIT of the kernels
+INTERPRETED_PROCESSORS = 8  # what the interpreter pretends to have: tests reach every kind of split with small shapes
+INTERPRETED_CAPABILITY = 90
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the choice of a launch depends on."""
+
+    capability: int  # 90 for compute capability 9.0
+    num_processors: int
+
+
+@dataclass
+class LaunchPlan:
+    """One step's launch for layers of one shape."""
+
+    tile: TileConfig
+    num_tiles: int
+    split: int
+    num_splits: int
+    num_parts: int  # tiles or requests that have workspace
+    part_rows: int
+    max_split_queries: int
+    parts: Tensor | None = None  # [parts, Hkv, splits, rows, D] float32
+    lse: Tensor | None = None  # [parts, Hkv, splits, rows] float32, base 2
+
+
+class TritonBackend:
+    """See AttentionBackend. float32, float16 and bfloat16 pools; int8 and float8_e4m3fn ones carry two more tensors with
+    the scales of each token and head, [B, S, Hkv] bfloat16."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        install_if_interpreted()
+        self._devices: dict[torch.device, Device] = {}
+
+    def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+        pools = allocate_pools(shape, torch.uint8 if dtype.itemsize == 1 else dtype, device)
+        if not is_quantized(dtype):
+            return pools
+        scales = allocate_pools(shape[:3], torch.bfloat16, device)
+        return tuple(pool.view(dtype) for pool in pools) + scales
+
+    def write(self, cache: tuple[Tensor, ...], k: Tensor, v: Tensor, meta: BatchMeta) -> None:
+        kv_write(cache, k, v, meta.slot_mapping)
+
+    def rotate_and_write(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, ...], meta: BatchMeta, *, num_heads: int,
+        norm_weight: Tensor | None = None, eps: float = 1e-6,
+    ) -> Tensor:
+        """Head norms, rotary positions and the pool write in one pass; see qkv_rope_kv_write. Returns q [N, H, D]."""
+        return qkv_rope_kv_write(qkv, cos, sin, cache, meta.slot_mapping, num_heads=num_heads, norm_weight=norm_weight,
+                                 eps=eps)
+
+    def forward(
+        self, q: Tensor, cache: tuple[Tensor, ...], meta: BatchMeta, *, scale: float | None = None, window: int = 0,
+        softcap: float = 0.0, sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As AttentionBackend.forward. softcap c > 0 bounds scores to c * tanh(score / c); sinks [H] are logits that take
+        part in the softmax and have no value."""
+        num_tokens, num_heads, dim = q.shape
+        k_pool, num_kv_heads = cache[0], cache[0].shape[2]
+        out = torch.empty((num_tokens, num_heads, dim), dtype=q.dtype, device=q.device)
+        if num_tokens == 0:
+            return out
+        if q.stride()[1:] != (dim, 1):
+            q = q.contiguous()
+        group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(dim))
+        plan = self._plan(meta, q, group, num_kv_heads, block_d, k_pool.dtype)
+        scale = dim**-0.5 if scale is None else scale
+        tile, one_token = plan.tile, meta.decode_only
+        unused = out  # a pointer the kernel does not touch
+        parts, lse = (unused, unused) if plan.parts is None or plan.lse is None else (plan.parts, plan.lse)
+        scales = cache[2:] or cache[:2]
+        grid = (num_kv_heads, plan.num_tiles) if one_token else (plan.num_tiles, num_kv_heads)
+        paged_attention_kernel[(*grid, plan.num_splits)](
+            out, q, k_pool, cache[1], scales[0], scales[1], unused if sinks is None else sinks, parts, lse,
+            meta.query_start_loc, meta.seq_lens, meta.block_table, meta.num_reqs, scale if softcap else scale * LOG2E,
+            float(softcap), window, plan.num_splits, configs.MIN_TILES_PER_SPLIT, plan.max_split_queries, plan.part_rows,
+            q.stride(0), out.stride(0), num_kv_heads * dim, meta.block_table.stride(0), num_kv_heads, D=dim,
+            BLOCK_D=block_d, GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_SIZE=meta.block_size,
+            ONE_TOKEN=one_token, SPLIT=plan.split, HAS_WINDOW=window > 0, HAS_SOFTCAP=softcap > 0,
+            HAS_SINKS=sinks is not None, QUANTIZED=is_quantized(k_pool.dtype), num_warps=tile.num_warps,
+            num_stages=tile.num_stages)
+        if plan.split != NO_SPLIT:
+            rows = min(plan.part_rows, meta.max_query_len * group)
+            combine_splits_kernel[(rows, num_kv_heads, plan.num_parts)](
+                out, parts, lse, meta.query_start_loc, meta.seq_lens, meta.num_reqs, window, plan.num_splits,
+                configs.MIN_TILES_PER_SPLIT, plan.max_split_queries, plan.part_rows, out.stride(0), num_kv_heads, D=dim,
+                BLOCK_D=block_d, GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+                BLOCK_SPLITS=triton.next_power_of_2(plan.num_splits), ONE_TOKEN=one_token, SPLIT=plan.split, num_warps=4)
+        return out
+
+    def _plan(self, meta: BatchMeta, q: Tensor, group: int, num_kv_heads: int, block_d: int,
+              pool_dtype: torch.dtype) -> LaunchPlan:
+        """The step's launch for layers of this shape; made once, with its workspace."""
+        key = (self.name, group, num_kv_heads, q.shape[2], q.dtype, pool_dtype)
+        plan: LaunchPlan | None = meta.cache.get(key)
+        if plan is None:
+            plan = plan_launch(meta, len(q), group, num_kv_heads, q.shape[2], block_d, q.dtype.itemsize,
+                               pool_dtype.itemsize, self._device(q.device))
+            if plan.split != NO_SPLIT:
+                shape = (plan.num_parts, num_kv_heads, plan.num_splits, plan.part_rows)
+                plan.parts = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
+                plan.lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+            meta.cache[key] = plan
+        return plan
+
+    def _device(self, device: torch.device) -> Device:
+        found = self._devices.get(device)
+        if found is None:
+            if device.type == "cuda":
+                properties = torch.cuda.get_device_properties(device)
+                found = Device(10 * properties.major + properties.minor, properties.multi_processor_count)
+            else:
+                found = Device(INTERPRETED_CAPABILITY, INTERPRETED_PROCESSORS)
+            self._devices[device] = found
+        return found
+
+
+def plan_launch(meta: BatchMeta, num_tokens: int, group: int, num_kv_heads: int, dim: int, block_d: int, q_bytes: int,
+                kv_bytes: int, device: Device) -> LaunchPlan:
+    """Tile shape, number of tiles, and over how many programs a tile's keys are shared out.
+
+    Few programs in all: every tile is split. Many, some of them prefill chunks: only requests with few queries and much
+    context are, so that one program's walk over 100k keys does not outlast the rest of the step.
+    Raises ValueError if one KV head serves more query heads than a tile has rows.
+    """
+    tile = attention_config(max(1, meta.max_query_len) * group, block_d, q_bytes, kv_bytes, device.capability)
+    if group > tile.block_m:
+        raise ValueError(f"one KV head serves {group} query heads; the triton backend packs at most {tile.block_m}; "
+                         "use --attention-backend reference")
+    block_q = tile.block_m // group
+    num_tiles = meta.num_reqs if meta.decode_only else num_tokens // block_q + meta.num_reqs
+    plan = LaunchPlan(tile, num_tiles, NO_SPLIT, 1, num_tiles, tile.block_m, num_tokens)
+    useful = -(-meta.max_seq_len // (tile.block_n * configs.MIN_TILES_PER_SPLIT))
+    wanted = device.num_processors * configs.PROGRAMS_PER_PROCESSOR // (num_tiles * num_kv_heads)
+    if wanted >= 2:
+        plan.split = SPLIT_TILES
+        plan.part_rows = min(tile.block_m, max(1, meta.max_query_len) * group)
+    elif not meta.decode_only:
+        plan.split = SPLIT_SHORT_REQUESTS
+        wanted = -(-meta.max_seq_len // configs.SPLIT_KEYS)
+        plan.num_parts, plan.part_rows = meta.num_reqs, min(tile.block_m, max(group, configs.SPLIT_ROWS))
+        plan.max_split_queries = plan.part_rows // group
+    bytes_per_split = plan.num_parts * num_kv_heads * plan.part_rows * dim * 4
+    plan.num_splits = min(wanted, useful, configs.MAX_SPLITS, configs.MAX_SPLIT_BYTES // bytes_per_split)
+    if plan.num_splits < 2:
+        plan.split, plan.num_splits = NO_SPLIT, 1
+    return plan

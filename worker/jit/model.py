@@ -1,0 +1,230 @@
+"""A FlatModel as one program: every layer of a step in a single call, no torch between the first row and the last.
+
+    embed | norm  qkv  rope+write  attend  merge  o | norm  gate+up  silu  down | norm ...   then, for sampled rows, head
+
+It has FlatModel's interface (forward, compute_logits, kv_spec, config), is built from any WeightSource, and is tested
+against FlatModel. Rows are independent: the bits of a row do not depend on the batch it is computed in.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ipc.errors import ConfigError
+from ipc.model_config import ModelConfig
+from worker.attention.base import AttentionBackend, BatchMeta
+from worker.jit import attend, embed, matmul, norm, rope, silu
+from worker.jit import program as pg
+from worker.jit import step as st
+from worker.jit.team import Team, get_team
+from worker.jit.workspace import AttentionWorkspace
+from worker.linear.formats import BLOCK, aligned_empty
+from worker.linear.kernel import Activations, add_linear, side_bytes
+from worker.linear.route import PackedLinear
+from worker.linear.source import WeightSource
+from worker.models.layers import rope_frequencies
+
+_LAYER_PARTS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",),
+                "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
+
+
+def refusal(config: ModelConfig) -> str | None:
+    """None if this model's shape suits the kernels, else why not."""
+    widths = {"hidden size": config.hidden_size, "intermediate size": config.intermediate_size,
+              "width of all query heads": config.num_attention_heads * config.head_dim}
+    for name, width in widths.items():
+        if width % BLOCK:
+            return f"{name} {width} is no multiple of {BLOCK}"
+    return f"head dim {config.head_dim} is odd" if config.head_dim % 2 else None
+
+
+class Rows:
+    """One buffer of `capacity` rows of `width` floats, and its int8 copy when a layer wants it."""
+
+    def __init__(self, capacity: int, width: int, quantized: bool) -> None:
+        self.values = aligned_empty((capacity, width), np.float32)
+        self.q = aligned_empty((capacity if quantized else 0, width), np.int8)
+        self.side = aligned_empty((capacity if quantized else 0, max(1, side_bytes(width) // 4)), np.float32)
+        self.activations = Activations(self.values.ctypes.data, 4 * width, self.q.ctypes.data if quantized else 0,
+                                       self.side.ctypes.data)
+        self.address, self.ld = self.activations.x, self.activations.ldx
+
+
+class JitModel:
+    """The weights, packed; buffers for the largest step seen."""
+
+    def __init__(self, source: WeightSource, *, max_tokens: int = 256, team: Team | None = None) -> None:
+        config = source.config
+        reason = refusal(config)
+        if reason is not None:
+            raise ConfigError(f"the compiled kernels cannot run this model: {reason}; use --attention-backend cpu")
+        self.config, self.team = config, team or get_team()
+        self.layers: list[dict[str, PackedLinear]] = []
+        self.norms: list[tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32] | None]] = []
+        for index in range(config.num_hidden_layers):
+            prefix = f"model.layers.{index}."
+            self.layers.append({part: source.linear([f"{prefix}{name}.weight" for name in names])
+                                for part, names in _LAYER_PARTS.items()})
+            head_norm = None
+            if config.qk_norm:
+                q_norm, k_norm = (source.vector(f"{prefix}self_attn.{x}_norm.weight") for x in "qk")
+                head_norm = np.concatenate([np.tile(q_norm, config.num_attention_heads),
+                                            np.tile(k_norm, config.num_key_value_heads)])
+            self.norms.append((source.vector(prefix + "input_layernorm.weight"),
+                               source.vector(prefix + "post_attention_layernorm.weight"), head_norm))
+        self.last_norm = source.vector("model.norm.weight")
+        self.embedding = source.linear(["model.embed_tokens.weight"])
+        self.head = self.embedding if config.tie_word_embeddings else source.linear(["lm_head.weight"])
+        self.workspace = AttentionWorkspace(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+                                            self.team.num_threads)
+        self._head_step = pg.new_step()
+        frequencies, self._rope_factor = rope_frequencies(config)
+        self._frequencies = frequencies.float()
+        self._num_positions = 0
+        self._caches: Sequence[Any] | None = None
+        self._capacity = self._head_capacity = 0
+        self._grow(max_tokens)
+
+    # -------------------------------------------------------------- what others ask of a model
+
+    def kv_spec(self) -> tuple[int, int, int]:
+        """(layers, Hkv, D) of the pool."""
+        return self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim
+
+    @property
+    def linears(self) -> list[PackedLinear]:
+        """Every layer with weights, the embedding included."""
+        head = [] if self.head is self.embedding else [self.head]
+        return [layer for parts in self.layers for layer in parts.values()] + [self.embedding] + head
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they lie in memory."""
+        return sum(layer.nbytes for layer in self.linears)
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.forward(*args)
+
+    # -------------------------------------------------------------- a step
+
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: Sequence[Any], meta: BatchMeta,
+                backend: AttentionBackend) -> Tensor:
+        """input_ids, positions [N] int64 -> hidden [N, E] after the last norm: a view that the next step overwrites."""
+        if backend.name != "jit":
+            raise RuntimeError(f"the compiled model reads pools of the jit backend only, not of {backend.name}")
+        num_rows = len(input_ids)
+        if num_rows > self._capacity:
+            self._grow(num_rows)
+        if meta.max_seq_len > self._num_positions:
+            self._extend_positions(meta.max_seq_len)
+        if kv_caches is not self._caches:
+            self._use_pools(kv_caches)
+        step = self.workspace.bind(meta, num_rows, kv_caches[0], scale=None, window=self.config.sliding_window)
+        ids, places = input_ids.contiguous(), positions.contiguous()
+        step[st.IDS], step[st.POSITIONS] = ids.data_ptr(), places.data_ptr()
+        self.team.run(self._program.address, self._program.num_ops, step)
+        return self._hidden[:num_rows]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [L, E] -> [L, V] float32: a view that the next call overwrites."""
+        rows = hidden.float().contiguous()
+        if len(rows) > self._head_capacity:
+            self._grow_head(len(rows))
+        table = self._head_program.table
+        for row in table:
+            if row[pg.CODE] == pg.QUANTIZE:
+                row[pg.X] = rows.data_ptr()
+            elif row[pg.CODE] == pg.MATMUL and row[matmul.KIND] < 2:
+                row[matmul.X] = rows.data_ptr()
+        self._head_step[st.NUM_ROWS] = len(rows)
+        self.team.run(self._head_program.address, self._head_program.num_ops, self._head_step)
+        return self._logits[:len(rows), :self.config.vocab_size]
+
+    # -------------------------------------------------------------- buffers and programs
+
+    def _grow(self, capacity: int) -> None:
+        """Buffers for `capacity` rows, and the program over them."""
+        config, self._capacity = self.config, capacity
+        hidden_size, heads, kv_heads, dim = (config.hidden_size, config.num_attention_heads,
+                                             config.num_key_value_heads, config.head_dim)
+        has_int = any(layer.is_integer for layer in self.linears)
+        widest = {part: max(parts[part].padded_out for parts in self.layers) for part in _LAYER_PARTS}
+        residual, normed = Rows(capacity, hidden_size, False), Rows(capacity, hidden_size, has_int)
+        qkv, attended = Rows(capacity, widest["qkv"], False), Rows(capacity, heads * dim, has_int)
+        delta = Rows(capacity, max(widest["o"], widest["down"]), False)
+        gate_up, act = Rows(capacity, widest["gate_up"], False), Rows(capacity, config.intermediate_size, has_int)
+        self._hidden = torch.from_numpy(normed.values)
+        program = self._program = pg.Program()
+        program.keep(residual, normed, qkv, attended, delta, gate_up, act, self.norms, self.last_norm)
+        eps = pg.float_bits(config.rms_norm_eps)
+
+        def add_norm(weight: NDArray[np.float32], *, first: bool, quantized: bool) -> None:
+            program.add(pg.NORM, {
+                norm.RESIDUAL: residual.address, norm.DELTA: 0 if first else delta.address, norm.LD_DELTA: delta.ld,
+                norm.WEIGHT: weight.ctypes.data, norm.SIZE: hidden_size, norm.EPS_BITS: eps, norm.OUT: normed.address,
+                norm.Q: normed.activations.q if quantized else 0, norm.SIDE: normed.activations.side,
+                norm.LD_SIDE: side_bytes(hidden_size)})
+
+        table = self.embedding.weights[0]
+        program.add(pg.EMBED, {embed.KIND: table.kind, embed.W: table.data.ctypes.data, embed.SIZE: hidden_size,
+                               embed.SCALES: table.scales.ctypes.data, embed.MINIMA: table.minima.ctypes.data,
+                               embed.OUT: residual.address})
+        self._pool_rows: list[int] = []
+        for index, (parts, (first_norm, second_norm, head_norm)) in enumerate(zip(self.layers, self.norms)):
+            add_norm(first_norm, first=index == 0, quantized=parts["qkv"].is_integer)
+            add_linear(program, parts["qkv"], normed.activations, qkv.address, qkv.ld)
+            self._pool_rows.append(program.num_ops)
+            program.add(pg.ROPE, {
+                rope.Q: qkv.address, rope.K: qkv.address + 4 * heads * dim,
+                rope.V: qkv.address + 4 * (heads + kv_heads) * dim, rope.LD_Q: qkv.ld, rope.LD_KV: qkv.ld,
+                rope.NORM: 0 if head_norm is None else head_norm.ctypes.data, rope.EPS_BITS: eps, rope.ROTATE: 1})
+            program.add(pg.ATTEND, {attend.Q: qkv.address, attend.LD_Q: qkv.ld, attend.OUT: attended.address,
+                                    attend.LD_OUT: attended.ld})
+            quantized = parts["o"].is_integer
+            program.add(pg.MERGE, {
+                attend.OUT: attended.address, attend.LD_OUT: attended.ld,
+                attend.OUT_Q: attended.activations.q if quantized else 0, attend.SIDE: attended.activations.side,
+                attend.LD_SIDE: side_bytes(heads * dim)})
+            add_linear(program, parts["o"], attended.activations, delta.address, delta.ld)
+            add_norm(second_norm, first=False, quantized=parts["gate_up"].is_integer)
+            add_linear(program, parts["gate_up"], normed.activations, gate_up.address, gate_up.ld)
+            program.add(pg.SILU, {
+                silu.GATE_UP: gate_up.address, silu.LD_GATE_UP: gate_up.ld, silu.SIZE: config.intermediate_size,
+                silu.OUT: act.address, silu.Q: act.activations.q if parts["down"].is_integer else 0,
+                silu.SIDE: act.activations.side, silu.LD_SIDE: side_bytes(config.intermediate_size)})
+            add_linear(program, parts["down"], act.activations, delta.address, delta.ld)
+        add_norm(self.last_norm, first=False, quantized=False)
+        self._caches = None
+
+    def _grow_head(self, capacity: int) -> None:
+        """Logits and activations for `capacity` sampled rows."""
+        size = self._head_capacity = max(capacity, min(2 * self._head_capacity, 64))
+        hidden_size = self.config.hidden_size
+        self._logits = torch.from_numpy(aligned_empty((size, self.head.padded_out), np.float32))
+        buffer = Rows(size, hidden_size, True)
+        program = self._head_program = pg.Program()
+        program.keep(buffer)
+        if self.head.is_integer:
+            program.add(pg.QUANTIZE, {pg.LDX: 4 * hidden_size, pg.SIZE: hidden_size, pg.Q: buffer.activations.q,
+                                      pg.SIDE: buffer.activations.side, pg.LD_SIDE: side_bytes(hidden_size)})
+        add_linear(program, self.head, buffer.activations, self._logits.data_ptr(), 4 * self.head.padded_out)
+
+    def _use_pools(self, kv_caches: Sequence[Any]) -> None:
+        table = self._program.table
+        for at, (k_pool, v_pool) in zip(self._pool_rows, kv_caches, strict=True):
+            table[at, rope.K_POOL], table[at, rope.V_POOL] = k_pool.data_ptr(), v_pool.data_ptr()
+            table[at + 1, attend.K_POOL], table[at + 1, attend.V_POOL] = k_pool.data_ptr(), v_pool.data_ptr()
+        self._caches = kv_caches
+
+    def _extend_positions(self, length: int) -> None:
+        """cos and sin [P, D / 2] of all positions so far; doubled, so that growing ends soon."""
+        self._num_positions = min(max(length, 2 * self._num_positions, 256),
+                                  max(length, self.config.max_position_embeddings))
+        angles = torch.arange(self._num_positions)[:, None] * self._frequencies
+        self._cos, self._sin = angles.cos() * self._rope_factor, angles.sin() * self._rope_factor
+        self.workspace.step[st.COS], self.workspace.step[st.SIN] = self._cos.data_ptr(), self._sin.data_ptr()

@@ -1,0 +1,93 @@
+"""Which tile shapes a launch takes: tables by shape and chip, filled by `python -m bench.gpu_kernels --tune`.
+
+Nothing is measured while serving: a lookup is a few comparisons. Every entry compiles without spills and within the
+shared memory of the chips it is for (bench/compile_kernels.py proves it). Does not know batches or tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Shared memory a block may use, bytes, by compute capability. Chips that are not listed get the smallest.
+SHARED_LIMITS = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024,
+                 103: 227 * 1024, 120: 99 * 1024}
+SMALLEST_SHARED_LIMIT = 99 * 1024
+FP8_CAPABILITY = 89  # the first whose hardware converts e4m3
+
+MAX_SPLITS = 32
+MIN_TILES_PER_SPLIT = 2  # a split of less work costs more to combine than it saves
+PROGRAMS_PER_PROCESSOR = 4  # programs wanted per multiprocessor before keys are split further
+SPLIT_ROWS = 16  # packed query rows of a request that may be split beside prefill chunks
+SPLIT_KEYS = 2048  # keys of a split beside prefill chunks: about as long as a chunk's own tile takes
+MAX_SPLIT_BYTES = 64 << 20  # workspace of the partial results
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """BLOCK_M packed query rows by BLOCK_N keys; pipeline depth and warps of a program."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def shared_limit(capability: int) -> int:
+    """Bytes of shared memory one block may use."""
+    return SHARED_LIMITS.get(capability, SMALLEST_SHARED_LIMIT)
+
+
+# Preference by number of query rows in a tile, then by padded head dim; the first that fits the chip is taken.
+_DECODE: dict[int, list[TileConfig]] = {
+    64: [TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2), TileConfig(16, 32, 4, 1)],
+    128: [TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2), TileConfig(16, 32, 4, 2), TileConfig(16, 16, 4, 1)],
+    256: [TileConfig(16, 32, 4, 3), TileConfig(16, 32, 4, 2), TileConfig(16, 16, 4, 2), TileConfig(16, 16, 4, 1)],
+}
+_CHUNK_HOPPER: dict[int, list[TileConfig]] = {
+    64: [TileConfig(128, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 1)],
+    128: [TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 2), TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 1),
+          TileConfig(64, 16, 4, 1)],
+    256: [TileConfig(128, 32, 8, 2), TileConfig(64, 32, 8, 2), TileConfig(64, 32, 8, 1), TileConfig(32, 16, 4, 1)],
+}
+_CHUNK_AMPERE: dict[int, list[TileConfig]] = {
+    64: [TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 1)],
+    128: [TileConfig(128, 64, 8, 2), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 1),
+          TileConfig(64, 16, 4, 1)],
+    256: [TileConfig(64, 32, 8, 2), TileConfig(64, 32, 8, 1), TileConfig(32, 16, 8, 1)],
+}
+
+
+def shared_estimate(config: TileConfig, padded_dim: int, q_bytes: int, kv_bytes: int) -> int:
+    """Upper estimate of a program's shared memory: the query tile and the pipelined K and V tiles; K and V that are
+    narrower than q pass through one converted tile."""
+    stages = max(1, config.num_stages)
+    keys = config.block_n * padded_dim
+    converted = 2 * keys * q_bytes if kv_bytes != q_bytes else 0
+    weights = config.block_m * config.block_n * q_bytes
+    return config.block_m * padded_dim * q_bytes + 2 * stages * keys * kv_bytes + converted + weights
+
+
+def attention_config(num_rows: int, padded_dim: int, q_bytes: int, kv_bytes: int, capability: int) -> TileConfig:
+    """Tiles for requests of up to num_rows = max_query_len * (H / Hkv) packed query rows."""
+    table = _DECODE if num_rows <= 16 else _CHUNK_AMPERE if capability < 90 else _CHUNK_HOPPER
+    candidates = table[min(256, max(64, padded_dim))]
+    limit = shared_limit(capability)
+    for config in candidates:
+        if shared_estimate(config, padded_dim, q_bytes, kv_bytes) <= limit:
+            break
+    else:
+        config = candidates[-1]
+    if 16 < num_rows < config.block_m:  # drafts to verify, many query heads per KV head: no larger tile than needed
+        rows = max(32, 1 << (num_rows - 1).bit_length())
+        config = TileConfig(min(rows, config.block_m), config.block_n, min(4, config.num_warps), config.num_stages)
+    return config
+
+
+def row_warps(size: int) -> int:
+    """Warps of a program that handles one row of `size` elements: about 16 elements a thread."""
+    return min(16, max(1, size // 512))
+
+
+HEADS_PER_PROGRAM = 4  # heads one program of qkv_rope_kv_write handles: enough programs at one row, full lines at many
+ARGMAX_CHUNK = 4096  # logits one program of the first arg-max pass reads
+ELEMENTS_PER_PROGRAM = 1024  # of element-wise kernels

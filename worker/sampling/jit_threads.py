@@ -1,0 +1,139 @@
+"""The compiled row kernels behind plain calls: scratch memory, and rows shared among threads.
+
+Rows do not depend on each other, so each thread takes a run of them; threads of this pool sleep when they have none.
+Returns None from `load` where numba is missing: the caller then uses torch and numpy. Knows no parameters' meaning.
+"""
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from worker.jit import features
+
+WORTH_A_THREAD = 1 << 18                        # logits; waking a thread costs as much as reading this many
+
+
+_num_threads = 0                                # 0: as many as torch uses
+
+
+def set_num_threads(count: int) -> None:
+    """For a process whose torch is limited to one thread while another pool computes."""
+    global _num_threads
+    _num_threads = count
+
+
+def _flat(x: np.ndarray) -> tuple[np.ndarray, int]:
+    """(x as one dimension, elements from row to row). Rows may lie apart; each is whole."""
+    if x.flags.c_contiguous:
+        return x.reshape(-1), x.shape[1]
+    stride = x.strides[0] // x.itemsize
+    size = (len(x) - 1) * stride + x.shape[1]
+    return np.lib.stride_tricks.as_strided(x, (size,), (x.itemsize,)), stride
+
+
+class RowKernels:
+    """Calls for float32 numpy arrays [L, V] whose rows are contiguous."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+        self._local = threading.local()
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_size = 0
+
+    def sample(self, x: np.ndarray, width: int, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray,
+               min_p: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int64 [L], largest float32 [L]) over the first `width` logits of each row."""
+        count = len(x)
+        flat, stride = _flat(x)
+        tokens, largest = np.empty(count, np.int64), np.empty(count, np.float32)
+        columns = (_as(temperature, np.float32), _as(top_k, np.int64), _as(top_p, np.float32), _as(min_p, np.float32),
+                   _as(noise, np.float32))
+
+        def part(begin: int, end: int) -> None:
+            self.kernels.sample_rows(flat, stride, width, begin, end, *columns, *self._scratch(width), tokens, largest)
+        self._run(part, count, width)
+        return tokens, largest
+
+    def logprobs(self, x: np.ndarray, targets: np.ndarray, num_top: np.ndarray
+                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids int64 [L, 1 + most], values float64 of the same shape, ranks int64 [L])."""
+        count, width = x.shape
+        flat, stride = _flat(x)
+        shape = (count, 1 + int(num_top.max(initial=0)))
+        ids, values, ranks = np.empty(shape, np.int64), np.empty(shape), np.empty(count, np.int64)
+        targets, num_top = _as(targets, np.int64), _as(num_top, np.int64)
+
+        def part(begin: int, end: int) -> None:
+            self.kernels.logprob_rows(flat, stride, width, begin, end, targets, num_top, *self._scratch(width), ids,
+                                      values, ranks)
+        self._run(part, count, width)
+        return ids, values, ranks
+
+    def mask(self, x: np.ndarray, width: int, rows: np.ndarray, bits: np.ndarray) -> None:
+        """x[rows[i], t] = -inf where bit t of bits[i] int32 is 0, in place."""
+        rows, (flat, stride) = _as(rows, np.int64), _flat(x)
+        bits = _as(bits, np.int32)
+        self._run(lambda begin, end: self.kernels.mask_rows(flat, stride, width, rows, begin, end, bits), len(rows),
+                  width)
+
+    def penalise(self, x: np.ndarray, *columns: np.ndarray) -> None:
+        """jit_rows.penalise_rows."""
+        flat, stride = _flat(x)
+        self.kernels.penalise_rows(flat, stride, x.shape[1], *columns)
+
+    def _scratch(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """This thread's memory for a row."""
+        kept = getattr(self._local, "scratch", None)
+        if kept is None or kept[2] < width:
+            chunk = self.kernels.CHUNK
+            kept = self._local.scratch = (np.empty(3 * width + 2 * chunk + 64, np.float32),
+                                          np.empty(self.kernels.BINS + width // chunk + 2), width)
+        return kept[0], kept[1]
+
+    def _run(self, part: Callable[[int, int], None], count: int, width: int) -> None:
+        threads = min(_num_threads or torch.get_num_threads(), count, max(1, count * width // WORTH_A_THREAD))
+        if threads <= 1:
+            part(0, count)
+            return
+        if self._pool is None or self._pool_size < threads - 1:
+            self._pool = ThreadPoolExecutor(threads - 1, "sampler")
+            self._pool_size = threads - 1
+        bounds = [count * i // threads for i in range(threads + 1)]
+        waiting = [self._pool.submit(part, begin, end) for begin, end in zip(bounds[1:-1], bounds[2:])]
+        part(0, bounds[1])
+        for future in waiting:
+            future.result()
+
+
+def _as(column: np.ndarray, dtype: type) -> np.ndarray:
+    return np.ascontiguousarray(column, dtype)
+
+
+@functools.cache
+def load() -> RowKernels | None:
+    """The process's kernels; None: not available here."""
+    if features.missing() is not None:
+        return None
+    from worker.sampling import jit_rows
+    return RowKernels(jit_rows)
+
+
+def warm_up(width: int) -> None:
+    """Compile, or load what was compiled before, so that no request waits for it."""
+    kernels = load()
+    if kernels is None:
+        return
+    x, ones = np.zeros((1, width), np.float32), np.ones(1, np.float32)
+    kernels.sample(x, width, ones, ones, ones, ones * 0, ones / 2)
+    kernels.logprobs(x, ones, ones)
+    kernels.mask(x, width, ones * 0, np.full((1, -(-width // 32)), -1, np.int32))
+    one = np.zeros(1, np.int64)
+    counts, seen = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
+    kernels.kernels.count_tokens(np.zeros((1, 1), np.int32), one, one, one, one, one, counts, seen, one.copy())
+    kernels.penalise(x, one, one, counts, seen, one.copy(), ones, ones, ones)

@@ -1,0 +1,63 @@
+"""What a request adds to its logits and which tokens it excludes: logit_bias, allowed_token_ids, bad_words, bit masks.
+
+Every function changes only the rows it is given, in place. An excluded token has logit -inf, so it takes part in
+nothing after it. Does not know penalties or sampling.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.sampling.jit_threads import RowKernels
+
+
+def add_bias(logits: Tensor, entries: Sequence[int], ids: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> None:
+    """logits[entries[i], ids[i]] += values[i]; the ids of one row differ from each other."""
+    lengths = [len(row) for row in ids]
+    place = (np.repeat(np.array(entries, np.int64), lengths), np.concatenate(ids))
+    rows, columns = (torch.from_numpy(index).to(logits.device) for index in place)
+    logits.index_put_((rows, columns), torch.from_numpy(np.concatenate(values)).to(logits.device), accumulate=True)
+
+
+def keep_only(logits: Tensor, entry: int, ids: np.ndarray) -> None:
+    """Exclude every token of the row but `ids` int64."""
+    index = torch.from_numpy(ids).to(logits.device)
+    row = logits[entry]
+    kept = row[index]
+    row.fill_(float("-inf"))
+    row[index] = kept
+
+
+def exclude(logits: Tensor, entries: np.ndarray, ids: np.ndarray) -> None:
+    """logits[entries[i], ids[i]] = -inf."""
+    rows, columns = (torch.from_numpy(index.astype(np.int64)).to(logits.device) for index in (entries, ids))
+    logits.index_put_((rows, columns), logits.new_tensor(float("-inf")))
+
+
+def bad_tokens(words: Sequence[np.ndarray], output: np.ndarray) -> list[int]:
+    """Tokens that would complete one of the words behind this output. A word must lie in the output as a whole."""
+    found = []
+    for word in words:
+        before = len(word) - 1
+        if before <= len(output) and np.array_equal(output[len(output) - before:], word[:before]):
+            found.append(int(word[before]))
+    return found
+
+
+def apply_bitmask(logits: Tensor, entries: np.ndarray, bits: np.ndarray, kernels: RowKernels | None = None) -> None:
+    """Exclude token t of row entries[i] where bit t of bits[i] is 0.
+
+    bits int32 [n, >= ceil(V / 32)], lowest bit first: the layout of grammar libraries.
+    """
+    width = logits.shape[1]
+    if kernels is not None and logits.device.type == "cpu":
+        kernels.mask(logits.numpy(), width, entries, bits)
+        return
+    words = torch.from_numpy(np.ascontiguousarray(bits)).to(logits.device)
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_kept = ((words[:, :, None] >> shifts) & 1).bool().reshape(len(bits), -1)[:, :width]
+    index = torch.from_numpy(entries.astype(np.int64)).to(logits.device)
+    logits[index] = logits[index].masked_fill(~is_kept, float("-inf"))

@@ -1,0 +1,64 @@
+"""The stages that change logits: logits processors -> logit_bias -> penalties -> masks. sampler.py says why so.
+
+Each stage runs only when a row of the step asks for it and writes only that row, so the others are unchanged bit for
+bit. Does not know how tokens are drawn.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from ipc.errors import FAULT
+from worker.sampling.jit_threads import RowKernels
+from worker.sampling.masks import add_bias, bad_tokens, keep_only
+from worker.sampling.row_options import RowOptions
+
+if TYPE_CHECKING:
+    from worker.request_state import RequestState
+
+# (index into the step's rows, options of that row)
+Entries = list[tuple[int, RowOptions]]
+
+
+def apply_stages(logits: Tensor, state: RequestState, rows: np.ndarray, entries: Entries,
+                 kernels: RowKernels | None) -> tuple[list[int], list[int]]:
+    """Change logits [L, V] of the rows with options, in place. Returns pairs (entry, token) that bad words exclude.
+
+    A processor that raises ends its own request: `failure` of the options says why.
+    """
+    _run_processors(logits, state, rows, entries)
+    biased = [(i, o) for i, o in entries if len(o.bias_ids)]
+    if biased:
+        add_bias(logits, [i for i, _ in biased], [o.bias_ids for _, o in biased], [o.bias_values for _, o in biased])
+    penalised = [(i, o.penalty_slot) for i, o in entries if o.penalty_slot >= 0]
+    if penalised:
+        index, slots = np.array(penalised, np.int64).T.copy()
+        state.penalties.apply(logits, index, rows[index], slots, state.tokens, state.known, state.num_prompt, kernels)
+    masked_entries: list[int] = []
+    masked_ids: list[int] = []
+    for i, options in entries:
+        if options.allowed is not None:
+            keep_only(logits, i, options.allowed)
+        if options.bad_words:
+            row = int(rows[i])
+            bad = bad_tokens(options.bad_words, state.tokens[row, state.num_prompt[row]:state.known[row]])
+            masked_entries += [i] * len(bad)
+            masked_ids += bad
+    return masked_entries, masked_ids
+
+
+def _run_processors(logits: Tensor, state: RequestState, rows: np.ndarray, entries: Entries) -> None:
+    for i, options in entries:
+        row = int(rows[i])
+        for processor in options.processors:
+            prompt = state.tokens[row, :state.num_prompt[row]]
+            output = state.tokens[row, state.num_prompt[row]:state.known[row]]
+            try:
+                result = processor(prompt, output, logits[i])
+                if result is not None and result is not logits[i]:
+                    logits[i] = result
+            except Exception as error:          # code of the embedding program: whatever it raises, one request ends
+                options.failure = FAULT, f"a logits processor raised {type(error).__name__}: {error}"
+                break
