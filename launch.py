@@ -3,11 +3,17 @@
 
     python launch.py demo                     set up, fetch a small model, serve it and ask it one question
     python launch.py --model MODEL [options]  serve: an alias (qwen3-8b), a folder, a .gguf file or a hub id
-    python launch.py serve --help             all serving options
+    python launch.py serve --help             the main serving options; --help=all: all of them
+    python launch.py chat [MODEL | --url URL] talk to a model in the terminal
+    python launch.py complete PROMPT          one completion; also from standard input
+    python launch.py run-batch -i IN -o OUT   answer an OpenAI batch file; goes on where it was interrupted
+    python launch.py tokenize TEXT            token ids and pieces of a text or chat
+    python launch.py models                   short names, what each needs, what is cached
+    python launch.py doctor                   examine machine and installation; ends in OK or the fixes
     python launch.py setup [--torch cpu|cuda|INDEX] [--extra NAME ...]
                                               make .venv beside this file; INDEX: the URL of a wheel index for torch
     python launch.py test [pytest arguments]  set up with the test extra and run the tests
-    python launch.py bench NAME [arguments]   measure: bench seed, bench serve --help
+    python launch.py bench NAME [arguments]   measure: bench serve, offline, latency, ...; each has --help
 
 Needs Python 3.11 and pip. A Python that already has the packages is used as it is; otherwise .venv is.
 """
@@ -68,6 +74,40 @@ def chaos(argv: list[str]) -> int:
     return module_command("bench.chaos", argv)
 
 
+def chat(argv: list[str]) -> int:
+    return module_command("frontend.cli.chat", argv)
+
+
+def complete(argv: list[str]) -> int:
+    return module_command("frontend.cli.complete", argv)
+
+
+def run_batch(argv: list[str]) -> int:
+    return module_command("frontend.cli.run_batch", argv)
+
+
+def tokenize(argv: list[str]) -> int:
+    return module_command("frontend.cli.tokenize", argv)
+
+
+def models(argv: list[str]) -> int:
+    return module_command("frontend.cli.models", argv)
+
+
+def profile(argv: list[str]) -> int:
+    return module_command("frontend.cli.profile", argv)
+
+
+def doctor(argv: list[str]) -> int:
+    """Also where nothing is installed: then that is what it tells."""
+    from ipc.launch_setup import SetupError, ensure
+    try:
+        ensure(may_install=False)
+    except SetupError:
+        pass
+    return int(load("ipc.doctor").main(argv))
+
+
 def module_command(name: str, argv: list[str]) -> int:
     from ipc.launch_setup import ensure
     note_foreign_packages()
@@ -114,6 +154,17 @@ def note_foreign_packages() -> None:
                 ", ".join(names), folder, ROOT))
 
 
+def check_command(word: str, commands: Any) -> None:
+    """A word that is neither a command nor looks like a model, but is nearly a command, is a typing error."""
+    import difflib
+    if word in commands or not word.replace("-", "").isalpha() or word.startswith("-") or os.path.exists(word):
+        return
+    near = difflib.get_close_matches(word, commands, n=1, cutoff=0.7)
+    if near:
+        from ipc.launch_setup import SetupError
+        raise SetupError("there is no command {}; did you mean {}?".format(word, near[0]))
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -130,8 +181,10 @@ def main(argv: list[str]) -> int:
     from ipc.launch_setup import STARTED, SetupError
     os.environ.setdefault(STARTED, repr(time.monotonic()))
     commands = {"demo": demo, "serve": serve, "setup": setup, "test": test, "bench": bench,
-                "replay": replay, "simulate": simulate, "chaos": chaos}
+                "replay": replay, "simulate": simulate, "chaos": chaos, "profile": profile, "chat": chat, "complete": complete,
+                "run-batch": run_batch, "tokenize": tokenize, "models": models, "doctor": doctor}
     try:
+        check_command(argv[0], commands)
         return commands[argv[0]](argv[1:]) if argv[0] in commands else serve(argv)
     except SetupError as error:
         say("launch.py: {}".format(error))

@@ -1,9 +1,8 @@
 """Is this run better than an older one, or is it noise? For `--compare old.json` of the serving benchmarks.
 
-Each result carries, beside its figures, how far each one moves by chance (`noise`, a relative 95 % half-width): for
-percentiles and means a bootstrap over requests (Efron 1979), for throughputs the spread over slices of the run. Two
-figures differ when they are further apart than both noises together, and than MIN_BOUND, which stands for what a machine
-does between runs and no run can see of itself. Knows no server.
+Each result carries, beside its figures, how far each one moves by chance (`noise`, a relative 95 % half-width), by a
+bootstrap over requests (Efron 1979). Two figures differ when they are further apart than both noises together, and than
+MIN_BOUND, which stands for what a machine does between runs and no run can see of itself. Knows no server.
 """
 
 import json
@@ -13,10 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.stats import RequestRecord, percentile
 
 MIN_BOUND = 0.03
-RESAMPLES, SLICES = 200, 10
+RESAMPLES = 200
 RATES = ("output_tok_s", "total_tok_s", "request_s", "prefill_tok_s", "decode_tok_s")  # more is better
 TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")  # less is better
 SHOWN = ("mean", "p50", "p99")
@@ -30,12 +31,13 @@ TITLES = {
 
 
 def noise(records: Sequence[RequestRecord], seed: int = 0) -> dict[str, float]:
-    """Figure name ("output_tok_s", "ttft_s.p50") -> relative half-width. Figures of fewer than three requests have none."""
+    """Figure name ("output_tok_s", "ttft_s.p50") -> relative half-width. Figures of fewer than three requests have
+    none."""
     good = [record for record in records if not record.error and record.token_times]
     if len(good) < 3:
         return {}
     found = {}
-    rate = slice_noise(good)
+    rate = rate_noise(good, seed)
     if rate is not None:
         found.update(dict.fromkeys(RATES, round(rate, 4)))
     samples: dict[str, Callable[[RequestRecord], list[float]]] = {
@@ -45,47 +47,36 @@ def noise(records: Sequence[RequestRecord], seed: int = 0) -> dict[str, float]:
         "e2e_s": lambda r: [r.end - r.start],
     }
     for name, values_of in samples.items():
-        values = [values_of(record) for record in good]
-        for figure in SHOWN:
-            width = bootstrap(values, figure, seed)
-            if width is not None:
-                found[f"{name}.{figure}"] = round(width, 4)
+        widths = bootstrap([values_of(record) for record in good], seed)
+        found.update({f"{name}.{figure}": round(width, 4) for figure, width in widths.items()})
     return found
 
 
-def bootstrap(groups: Sequence[Sequence[float]], figure: str, seed: int = 0) -> float | None:
-    """Relative half-width of a figure over values in groups (the requests): whole groups are drawn again, since the gaps
-    of one stream are not independent. None when there is nothing to draw."""
-    generator = random.Random(seed)
+def bootstrap(groups: Sequence[Sequence[float]], seed: int = 0) -> dict[str, float]:
+    """Relative half-width of each figure of SHOWN over values in groups (the requests): whole groups are drawn again,
+    since the gaps of one stream are not independent. Empty when there is nothing to draw."""
+    arrays = [np.asarray(group) for group in groups if len(group)]
+    if not arrays:
+        return {}
+    generator = np.random.default_rng(seed)
     results = []
     for _ in range(RESAMPLES):
-        values = [value for group in generator.choices(groups, k=len(groups)) for value in group]
-        if values:
-            results.append(_figure(values, figure))
-    if not results or not (middle := percentile(results, 50)):
-        return None
-    return (percentile(results, 97.5) - percentile(results, 2.5)) / 2 / middle
+        values = np.concatenate([arrays[index] for index in generator.integers(0, len(arrays), len(arrays))])
+        results.append([values.mean(), *np.percentile(values, [float(figure[1:]) for figure in SHOWN[1:]])])
+    low, middle, high = np.percentile(results, [2.5, 50, 97.5], axis=0)
+    return {figure: float((high[i] - low[i]) / 2 / middle[i]) for i, figure in enumerate(SHOWN) if middle[i] > 0}
 
 
-def _figure(values: list[float], figure: str) -> float:
-    return sum(values) / len(values) if figure == "mean" else percentile(values, float(figure[1:]))
-
-
-def slice_noise(records: Sequence[RequestRecord]) -> float | None:
-    """Of a throughput: tokens that arrived in each of SLICES equal parts of the run's middle; two standard errors of their
-    mean, relative. The first and the last part only show how a run starts and ends."""
-    begin, end = min(r.start for r in records), max(r.end for r in records)
-    counts = [0.0] * (SLICES + 2)
-    for record in records:
-        for moment in record.token_times:
-            place = int((moment - begin) / max(end - begin, 1e-9) * len(counts))
-            counts[min(place, len(counts) - 1)] += record.tokens_per_gap
-    inner = counts[1:-1]
-    mean = sum(inner) / len(inner)
-    if mean <= 0:
-        return None
-    deviation = math.sqrt(sum((count - mean) ** 2 for count in inner) / (len(inner) - 1))
-    return 2 * deviation / math.sqrt(len(inner)) / mean
+def rate_noise(records: Sequence[RequestRecord], seed: int = 0) -> float | None:
+    """Of a throughput. With a bounded number of requests in flight it is that number times tokens over seconds of the
+    average request, so the requests are drawn again here too."""
+    generator = random.Random(seed)
+    rates = []
+    for _ in range(RESAMPLES):
+        drawn = generator.choices(records, k=len(records))
+        rates.append(sum(r.num_output_tokens for r in drawn) / max(1e-9, sum(r.end - r.start for r in drawn)))
+    middle = percentile(rates, 50)
+    return (percentile(rates, 97.5) - percentile(rates, 2.5)) / 2 / middle if middle else None
 
 
 # ------------------------------------------------------------ two results
@@ -138,7 +129,8 @@ def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, 
     all_rows = []
     for run in runs_of(new):
         concurrency = _concurrency(run)
-        other = before.get(concurrency) or (next(iter(before.values())) if len(before) == 1 == len(runs_of(new)) else None)
+        is_only_pair = len(before) == len(runs_of(new)) == 1
+        other = before.get(concurrency) or (next(iter(before.values())) if is_only_pair else None)
         if other is None:
             print(f"nothing to compare at concurrency {concurrency}: the old file has {sorted(before)}")
             continue
@@ -158,7 +150,8 @@ def _concurrency(run: dict[str, Any]) -> int:
 def different_load(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What was asked for differently."""
     before, after = old.get("load") or {}, new.get("load") or {}
-    return [f"{name} {before[name]} -> {after[name]}" for name in before if name in after and before[name] != after[name]]
+    changed = [name for name in before if name in after and before[name] != after[name]]
+    return [f"{name} {before[name]} -> {after[name]}" for name in changed]
 
 
 def print_rows(rows: list[dict[str, Any]], concurrency: int) -> None:

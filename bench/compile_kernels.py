@@ -75,16 +75,22 @@ def inspect_machine_code(compiled: Any) -> dict[str, int]:
         file.flush()
 
         def dump(option: str) -> str:
-            return subprocess.run([str(_TOOLS / "cuobjdump"), option, file.name], capture_output=True, text=True,
-                                  check=True).stdout
+            return subprocess.run(
+                [str(_TOOLS / "cuobjdump"), option, file.name], capture_output=True, text=True, check=True
+            ).stdout
 
         usage, code = dump("-res-usage"), dump("-sass")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump gave no register count: {usage!r}")
     counts = Counter(re.findall(rf"\b({'|'.join(_OPCODES)})\b", code))
-    return {"registers": int(found[1]), "stack": int(found[2]), "shared": int(compiled.metadata.shared),
-            "warps": int(compiled.metadata.num_warps), **{name: counts[name] for name in _OPCODES if counts[name]}}
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "shared": int(compiled.metadata.shared),
+        "warps": int(compiled.metadata.num_warps),
+        **{name: counts[name] for name in _OPCODES if counts[name]},
+    }
 
 
 def make_meta(query_lens: list[int], seq_lens: list[int], block_size: int) -> BatchMeta:
@@ -92,17 +98,36 @@ def make_meta(query_lens: list[int], seq_lens: list[int], block_size: int) -> Ba
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     lengths = np.array(seq_lens, np.int32)
     table = torch.zeros((len(seq_lens), -(-max(seq_lens) // block_size)), dtype=torch.int32)
-    return BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), table, torch.zeros(int(starts[-1]), dtype=torch.long),
-                     block_size, starts, lengths, max(query_lens), int(lengths.max()))
+    return BatchMeta(
+        torch.from_numpy(starts),
+        torch.from_numpy(lengths),
+        table,
+        torch.zeros(int(starts[-1]), dtype=torch.long),
+        block_size,
+        starts,
+        lengths,
+        max(query_lens),
+        int(lengths.max()),
+    )
 
 
 Case = Callable[[int], object]  # launches on a chip of this capability
 
 
-def attention_case(query_lens: list[int], seq_lens: list[int], *, dim: int, group: int = 4, kv_heads: int = 8,
-                   dtype: torch.dtype = torch.bfloat16, pool: torch.dtype | None = None, block_size: int = 16,
-                   **options: Any) -> Case:
+def attention_case(
+    query_lens: list[int],
+    seq_lens: list[int],
+    *,
+    dim: int,
+    group: int = 4,
+    kv_heads: int = 8,
+    dtype: torch.dtype = torch.bfloat16,
+    pool: torch.dtype | None = None,
+    block_size: int = 16,
+    **options: Any,
+) -> Case:
     """One attention call."""
+
     def launch(capability: int) -> object:
         backend = TritonBackend()
         backend._devices[torch.device("cpu")] = Device(capability, PROCESSORS.get(capability, 128))
@@ -110,11 +135,13 @@ def attention_case(query_lens: list[int], seq_lens: list[int], *, dim: int, grou
         q = torch.zeros((sum(query_lens), kv_heads * group, dim), dtype=dtype)
         sinks = torch.zeros(kv_heads * group) if options.pop("with_sinks", False) else None
         return backend.forward(q, cache, make_meta(query_lens, seq_lens, block_size), sinks=sinks, **options)
+
     return launch
 
 
 def rotate_case(*, dim: int, norm: bool, pool: torch.dtype, dtype: torch.dtype = torch.bfloat16) -> Case:
     """The fused head norms, rotation and pool write; and the plain write."""
+
     def launch(capability: int) -> None:
         backend, meta = TritonBackend(), make_meta([1, 1], [5, 9], 16)
         cache = backend.allocate((4, 16, 8, dim), pool, "cpu")
@@ -123,11 +150,13 @@ def rotate_case(*, dim: int, norm: bool, pool: torch.dtype, dtype: torch.dtype =
         qkv = torch.zeros((2, 48, dim), dtype=dtype)
         backend.rotate_and_write(qkv, tables, tables, cache, meta, num_heads=32, norm_weight=weight)
         backend.write(cache, qkv[:, 32:40], qkv[:, 40:], meta)
+
     return launch
 
 
 def row_case(dtype: torch.dtype) -> Case:
     """The kernels over rows."""
+
     def launch(capability: int) -> None:
         x = torch.zeros((2, 4096), dtype=dtype)
         add_rms_norm(x, x.clone(), x[0], 1e-6)
@@ -137,6 +166,7 @@ def row_case(dtype: torch.dtype) -> Case:
         argmax(torch.zeros((2, 151936), dtype=torch.float32))
         ids = torch.zeros(2, dtype=torch.long)
         philox_uniform(ids, ids.int(), ids, 4)
+
     return launch
 
 
@@ -217,14 +247,53 @@ def compile_case(name: str, case: Case, needs_matrix: bool, capability: int) -> 
     return rows
 
 
+def count_variants(capability: int) -> tuple[int, int]:
+    """Compiled variants after the backend's warm-up, and after steps of many shapes: equal, or requests would wait for
+    the compiler."""
+    seen: set[int] = set()
+    original = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = original(self, *args, grid=grid, warmup=True, **options)
+        seen.add(id(compiled))
+        return compiled
+
+    triton.runtime.driver.set_active(OfflineDriver(capability))
+    backend = TritonBackend()
+    backend._devices[torch.device("cpu")] = Device(capability, PROCESSORS[capability])
+    cache = backend.allocate((4, 16, 2, 64), torch.bfloat16, "cpu")
+    JITFunction.run = run
+    try:
+        backend.warm_up(cache, num_heads=8, dtype=torch.bfloat16, block_size=16)
+        after_warm_up = len(seen)
+        for query_lens, longest in [
+            ([1], 1),
+            ([1] * 7, 9000),
+            ([1] * 16, 16),
+            ([1] * 300, 300),
+            ([3] * 5, 77),
+            ([7] * 33, 5000),
+            ([1, 130], 130),
+            ([500] * 20 + [1], 40000),
+            ([16], 16),
+        ]:
+            meta = make_meta(query_lens, [longest] * len(query_lens), 16)
+            backend.forward(torch.zeros((sum(query_lens), 8, 64), dtype=torch.bfloat16), cache, meta)
+    finally:
+        JITFunction.run = original
+    return after_warm_up, len(seen)
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     """One line a kernel."""
     print(f"{'case':24} {'kernel':20} {'sm':>4} {'warps':>5} {'regs':>5} {'stack':>5} {'shared':>7}  instructions")
     for row in rows:
         mix = " ".join(f"{op}:{row[op]}" for op in _OPCODES if op in row)
         flag = "  <-- " + "; ".join(row["problems"]) if row["problems"] else ""
-        print(f"{row['case']:24} {row['kernel']:20} {row['capability']:>4} {row['warps']:>5} {row['registers']:>5} "
-              f"{row['stack']:>5} {row['shared']:>7}  {mix}{flag}")
+        print(
+            f"{row['case']:24} {row['kernel']:20} {row['capability']:>4} {row['warps']:>5} {row['registers']:>5} "
+            f"{row['stack']:>5} {row['shared']:>7}  {mix}{flag}"
+        )
 
 
 def main() -> None:
@@ -245,8 +314,14 @@ def main() -> None:
     print_table(rows)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
-    failed = sum(bool(row["problems"]) for row in rows)
-    print(json.dumps({"benchmark": "compile_kernels", "triton": triton.__version__, "compiled": len(rows), "failed": failed}))
+    after_warm_up, after_steps = count_variants(args.capabilities[-1])
+    print(f"variants after warm-up: {after_warm_up}, after steps of many shapes: {after_steps}")
+    failed = (after_steps > after_warm_up) + sum(bool(row["problems"]) for row in rows)
+    print(
+        json.dumps(
+            {"benchmark": "compile_kernels", "triton": triton.__version__, "compiled": len(rows), "failed": failed}
+        )
+    )
     sys.exit(1 if failed else 0)
 
 

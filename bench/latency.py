@@ -8,7 +8,7 @@ and ends with one JSON object. Knows only the public Python API.
 import asyncio
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.offline import make_bench_parser, parse_bench, random_prompts, report_failure
 from bench.stats import percentile, print_json, summary
@@ -18,14 +18,26 @@ from ipc.errors import ConfigError, EngineDeadError, RequestError
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-async def one_request(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> tuple[float, float, list[float]]:
-    """(seconds to the first token, to the last one, gaps between arrivals)."""
-    began = time.monotonic()
-    times = []
+class Answer(NamedTuple):
+    """What came of one request. A piece may hold several tokens: news that are not read yet are joined."""
+
+    start: float
+    times: list[float]  # arrival of each piece
+    counts: list[int]  # tokens in it
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+async def one_request(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> Answer:
+    """Follow one answer to its end."""
+    answer = Answer(time.monotonic(), [], [])
     async for output in llm.generate(prompt, params, output_kind="delta"):
-        if any(choice.token_ids for choice in output.outputs):
-            times.append(time.monotonic())
-    return times[0] - began, times[-1] - began, [b - a for a, b in zip(times, times[1:], strict=False)]
+        if num_tokens := sum(len(choice.token_ids) for choice in output.outputs):
+            answer.times.append(time.monotonic())
+            answer.counts.append(num_tokens)
+    return answer
 
 
 async def run(model: str, engine: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -36,22 +48,26 @@ async def run(model: str, engine: dict[str, Any], own: dict[str, Any]) -> dict[s
         start_s = time.monotonic() - began
         params = SamplingParams(temperature=0, max_tokens=own["output_len"], ignore_eos=True)
         prompts = random_prompts(own, size * (count + own["num_iters_warmup"]), llm.tokenizer.num_tokens)
-        ttft, e2e, gaps = [], [], []
+        answers: list[Answer] = []
+        e2e = []
         for number in range(count + own["num_iters_warmup"]):
             batch = prompts[number * size : (number + 1) * size]
             began = time.monotonic()
-            answers = await asyncio.gather(*(one_request(llm, prompt, params) for prompt in batch))
+            found = await asyncio.gather(*(one_request(llm, prompt, params) for prompt in batch))
             if number >= own["num_iters_warmup"]:
                 e2e.append(time.monotonic() - began)
-                ttft += [answer[0] for answer in answers]
-                gaps += [gap for answer in answers for gap in answer[2]]
-    num_gap_tokens = max(1, own["output_len"] - 1)
+                answers += found
+    late = sum(sum(answer.counts[1:]) for answer in answers)  # tokens behind the first piece
+    decode_s = sum(answer.times[-1] - answer.times[0] for answer in answers) / size
     return {
         "model": model, "input_len": own["prefix_len"] + own["input_len"], "output_len": own["output_len"],
         "batch_size": size, "num_iters": count, "start_s": round(start_s, 2), "avg_latency": round(sum(e2e) / count, 6),
         "percentiles": {str(percent): round(percentile(e2e, percent), 6) for percent in PERCENTILES},
-        "latencies": [round(seconds, 6) for seconds in e2e], "ttft_s": summary(ttft), "itl_s": summary(gaps),
-        "e2e_s": summary(e2e), "output_tok_s": round(size * num_gap_tokens / max(1e-9, sum(e2e) / count - sum(ttft) / len(ttft)), 2),
+        "latencies": [round(seconds, 6) for seconds in e2e], "e2e_s": summary(e2e),
+        "ttft_s": summary([answer.times[0] - answer.start for answer in answers]),
+        "itl_s": summary([gap for answer in answers for gap in answer.gaps]),
+        "tokens_per_piece": round(sum(sum(a.counts) for a in answers) / sum(len(a.counts) for a in answers), 3),
+        "decode_tok_s": round(late / decode_s, 2) if late and decode_s > 0 else None,
     }
 
 
@@ -74,8 +90,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{percent}% percentile latency: {result['percentiles'][str(percent)]:.6f} seconds")
     for key, title in (("ttft_s", "TTFT"), ("itl_s", "ITL")):
         if result[key]["p50"] is not None:
-            print(f"Median {title} (ms): {result[key]['p50'] * 1000:.2f}   P99 {title} (ms): {result[key]['p99'] * 1000:.2f}")
-    print(f"Decode (tok/s): {result['output_tok_s']:.2f}")
+            print(f"Median {title} (ms): {result[key]['p50'] * 1000:.2f}")
+            print(f"P99 {title} (ms): {result[key]['p99'] * 1000:.2f}")
+    if result["decode_tok_s"] is not None:
+        print(f"Decode (tok/s): {result['decode_tok_s']:.2f}")
     print_json(result, own.get("json"))
     return 0
 

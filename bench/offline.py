@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     """0, or as report_failure says."""
     parser, group = make_bench_parser("offline", "Throughput of LLM.generate on random prompts.")
     group.add_argument("--num-prompts", type=int, default=32, metavar="N", help="prompts, all at once (default: 32)")
-    group.add_argument("--num-iters", type=int, default=1, metavar="N", help="timed runs; the median counts (default: 1)")
+    group.add_argument("--num-iters", type=int, default=1, metavar="N", help="timed runs; the median counts")
     own: dict[str, Any] = {}
     try:
         model, engine, own = parse_bench(parser, argv)

@@ -38,8 +38,8 @@ def plot_load(runs: list[dict[str, Any]], file: str) -> None:
         other.set_ylim(bottom=0)
         panel.legend(loc="upper left")
     load = good[0]["load"]
-    figure.suptitle(f"{good[0].get('model', '')}: {load.get('prompt_tokens')} prompt and {load.get('output_tokens')} output "
-                    "tokens")
+    lengths = f"{load.get('prompt_tokens')} prompt and {load.get('output_tokens')} output tokens"
+    figure.suptitle(f"{good[0].get('model', '')}: {lengths}")
     try:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ core is told these times as a worker would tell them, so `auto` decides as it do
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,14 +60,16 @@ def modelled_time(workload: Workload, mode: str, *, is_cached: bool, overhead_ns
     return total
 
 
-def modelled_ratios(workload: Workload, *, is_cached: bool, overhead_ns: int, **sizes: int) -> dict[str, Any]:
+def modelled_ratios(workload: Workload, *, is_cached: bool, overhead_ns: int, costs: Sequence[float] = COPY_COSTS,
+                    **sizes: int) -> dict[str, Any]:
     """auto against the better of recompute and swap, for each copy cost; and swap against recompute, to see where the
     choice turns."""
-    auto, swap = [], []
-    for cost in COPY_COSTS:
+    def took(mode: str, cost: float) -> int:
         copy_ns = int(cost * TOKEN_NS * sizes["block_size"])
-        took = {mode: modelled_time(workload, mode, is_cached=is_cached, overhead_ns=overhead_ns, copy_ns=copy_ns, **sizes)
-                for mode in ("recompute", "swap", "auto")}
-        auto.append(round(took["auto"] / min(took["recompute"], took["swap"]), 4))
-        swap.append(round(took["swap"] / took["recompute"], 4))
-    return {"auto_over_best": auto, "swap_over_recompute": swap}
+        return modelled_time(workload, mode, is_cached=is_cached, overhead_ns=overhead_ns, copy_ns=copy_ns, **sizes)
+
+    recompute = took("recompute", 0.0)          # copies nothing
+    swap = [took("swap", cost) for cost in costs]
+    auto = [took("auto", cost) for cost in costs]
+    return {"auto_over_best": [round(a / min(recompute, s), 4) for a, s in zip(auto, swap)],
+            "swap_over_recompute": [round(s / recompute, 4) for s in swap]}

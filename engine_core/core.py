@@ -49,7 +49,8 @@ class EngineCore:
     def __init__(self, scheduler_config: SchedulerConfig, cache: CacheConfig, ready: WorkerReady,
                  hash_key: bytes) -> None:
         self.ready, self.config = ready, scheduler_config
-        blocks = BlockManager(ready.num_blocks, cache.block_size, cache.enable_prefix_caching, cache.enable_partial_reuse)
+        blocks = BlockManager(ready.num_blocks, cache.block_size, cache.enable_prefix_caching,
+                              cache.enable_partial_reuse)
         self.scheduler = Scheduler(scheduler_config, blocks, BlockHasher(hash_key, cache.block_size),
                                    num_host_slots=ready.num_host_blocks, max_model_len=ready.max_model_len,
                                    swap_block_ns=ready.swap_block_ns)
@@ -131,11 +132,12 @@ class EngineCore:
         for name in ("prompt", "output"):
             tokens = np.frombuffer(getattr(message, f"{name}_token_ids"), np.int32)
             if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-                return INVALID, f"{name} has token ids {tokens.min()} to {tokens.max()}; the model's are 0 to {vocab_size - 1}"
+                return INVALID, (f"{name} has token ids {tokens.min()} to {tokens.max()}; the model's are 0 to "
+                                 f"{vocab_size - 1}")
         waiting, config = self.scheduler.waiting, self.config
         if config.max_num_queued_reqs and len(waiting) + len(ids) > config.max_num_queued_reqs:
-            return OVERLOADED, (f"{len(waiting)} requests wait and at most {config.max_num_queued_reqs} may; try again, "
-                                "or raise --max-num-queued-reqs")
+            return OVERLOADED, (f"{len(waiting)} requests wait and at most {config.max_num_queued_reqs} may; try "
+                                "again, or raise --max-num-queued-reqs")
         size = len(ids) * (len(message.prompt_token_ids) + len(message.output_token_ids)) // 4
         if config.max_num_queued_tokens and waiting.num_tokens + size > config.max_num_queued_tokens:
             return OVERLOADED, (f"{waiting.num_tokens} tokens wait, the request has {size} and at most "
@@ -259,14 +261,15 @@ class EngineCore:
         self._is_blocked = False
         self.committed_step = result.step
         self.outbox.tokens(news.ids, news.index, news.tokens)
-        self.outbox.stamps = (record.begin_ns, record.end_ns, result.received_ns, result.prepared_ns,
-                              result.launched_ns, result.done_ns, result.device_ns, now_ns)
+        self.outbox.step([record.begin_ns, record.end_ns, result.received_ns, result.prepared_ns, result.launched_ns,
+                          result.done_ns, result.device_ns, now_ns, 0, result.step, record.num_rows, record.num_tokens])
         for number, kind, message in extras:
             self.outbox.extra(number, kind, message)
         for request, reason, token in news.done:
             code, text = 0, ""
             if reason == FINISH_ERROR:
-                code, text = errors.get(request, (FAULT, "the model produced values that are not finite for this request"))
+                fault = FAULT, "the model produced values that are not finite for this request"
+                code, text = errors.get(request, fault)
             self._report_end(request, reason, token, code, text)
 
     def _extras(self, record: PlanRecord, result: ModelRunnerOutput) -> list[tuple[int, str, Any]]:
@@ -323,7 +326,7 @@ class EngineCore:
         self._suspect(suspects, MAX_LOST_WORKERS, reason)
 
     def _suspect(self, suspects: list[Request], max_faults: int, reason: str) -> None:
-        """One of these may have caused a fault. Alone, it is known; else they replay one by one, and the cause shows."""
+        """One of these may have caused a fault. Alone, it is known; else they replay one by one, which shows it."""
         scheduler = self.scheduler
         for request in suspects:
             request.num_faults += 1
@@ -347,9 +350,11 @@ class EngineCore:
         """What there is to tell, per frontend. Cleared when `outbox.sent` says it left."""
         return self.outbox.take(self, now_ns)
 
-    def beat(self, number: int) -> Outputs:
-        """The idle heartbeat for one frontend."""
-        return self.fill(Outputs(self.committed_step))
+    def beat(self, number: int, now_ns: int = 0) -> Outputs:
+        """The idle heartbeat for one frontend, with steps that gave it nothing else to hear of."""
+        outputs = self.fill(Outputs(self.committed_step))
+        outputs.stamps = self.outbox.steps_for(number, now_ns)
+        return outputs
 
     def fill(self, outputs: Outputs) -> Outputs:
         outputs.step = self.committed_step

@@ -19,7 +19,7 @@ from engine_core.snapshot import Origin
 from ipc.config import CoreProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import (HELLO, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, Outputs, PeerDown, PeerUp, Phase,
+from ipc.messages import (HELLO, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, PeerDown, PeerUp, Phase,
                           Shutdown, StepFailed, WorkerReady)
 from ipc.process import configure_logging
 from ipc.progress import Progress
@@ -158,7 +158,8 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
         if now - last_beat >= BEAT_NS:
             last_beat = now
             for number in links.frontends.numbers.values():
-                links.frontends.send(number, core.fill(Outputs(0)))
+                if links.frontends.send(number, core.beat(number, now)):
+                    core.outbox.told(number)
 
 
 def take_news(core: EngineCore, links: Links, recorder: Recorder, news: PeerUp | PeerDown) -> bool:
@@ -182,8 +183,8 @@ def check_successor(core: EngineCore, ready: WorkerReady) -> None:
     """Raises RuntimeError when a restarted worker offers less than the one before: blocks are numbered already."""
     before = core.ready
     if ready.num_blocks < before.num_blocks or ready.num_host_blocks < before.num_host_blocks:
-        raise RuntimeError(f"the new worker has {ready.num_blocks} blocks and {ready.num_host_blocks} host slots, the old "
-                           f"one had {before.num_blocks} and {before.num_host_blocks}")
+        raise RuntimeError(f"the new worker has {ready.num_blocks} blocks and {ready.num_host_blocks} host slots, the "
+                           f"old one had {before.num_blocks} and {before.num_host_blocks}")
 
 
 def recording_path(config: CoreProcess) -> str:

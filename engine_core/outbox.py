@@ -4,16 +4,19 @@ A frontend that cannot take more costs nobody else anything: its outputs join he
 """
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ipc.messages import Admitted, Finished, Outputs
+from ipc.messages import EMPTY, STAMPS, Admitted, Finished, Outputs
 
 if TYPE_CHECKING:
     from engine_core.core import EngineCore
 
 
+MAX_STEPS = 256                                 # kept for a frontend that cannot take more now
+COMMIT_END = STAMPS.index("commit_end")
 NUMBER_SHIFT = 40                               # request_id = frontend number << 40 | counter
 
 
@@ -37,7 +40,9 @@ class Outbox:
 
     def __init__(self) -> None:
         self._pending: dict[int, _Pending] = {}
-        self.stamps: tuple[int, ...] = ()       # of the last committed step, see ipc.messages.STAMPS
+        self._steps: deque[list[int]] = deque(maxlen=MAX_STEPS)     # see ipc.messages.STAMPS
+        self._num_steps = 0                     # ever noted
+        self._told: dict[int, int] = {}         # frontend number -> how many of them it knows
 
     def _of(self, number: int) -> _Pending:
         pending = self._pending.get(number)
@@ -69,6 +74,7 @@ class Outbox:
 
     def forget(self, number: int) -> None:
         self._pending.pop(number, None)
+        self._told.pop(number, None)
 
     def take(self, core: EngineCore, now_ns: int) -> list[tuple[int, Outputs]]:
         """One Outputs per frontend with news. They stay pending until `sent`."""
@@ -85,14 +91,33 @@ class Outbox:
                 outputs.request_ids = ids.data.cast("B")
                 outputs.output_index = index.astype(np.int32).data.cast("B")
                 outputs.tokens = np.ascontiguousarray(tokens).data.cast("B")
-                if self.stamps:
-                    outputs.stamps = np.array((*self.stamps, now_ns), np.int64).data.cast("B")
             outputs.admitted, outputs.finished = pending.admitted, pending.finished
             for field, entries in pending.extras.items():
                 setattr(outputs, field, entries)
+            outputs.stamps = self.steps_for(number, now_ns)
             found.append((number, outputs))
         return found
 
     def sent(self, number: int) -> None:
         self._pending.pop(number, None)
+        self.told(number)
+
+    def told(self, number: int) -> None:
+        """This frontend knows all steps until now."""
+        self._told[number] = self._num_steps
+
+    def step(self, stamps: list[int]) -> None:
+        """A step was committed; its commit_end is filled when the news leaves."""
+        self._steps.append(stamps)
+        self._num_steps += 1
+
+    def steps_for(self, number: int, now_ns: int) -> memoryview:
+        """The stamps of the steps that this frontend does not know yet, at most MAX_STEPS."""
+        count = min(self._num_steps - self._told.get(number, 0), len(self._steps))
+        if count <= 0:
+            return EMPTY
+        recent = [self._steps[i] for i in range(len(self._steps) - count, len(self._steps))]
+        for stamps in recent:
+            stamps[COMMIT_END] = stamps[COMMIT_END] or now_ns
+        return np.array(recent, np.int64).data.cast("B")
 

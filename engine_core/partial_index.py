@@ -1,8 +1,9 @@
 """Finds a block whose first tokens continue a history, though not all of them do.
 
 Besides full blocks by hash, a pool holds much that matches in part: another question after the same system prompt, the
-unfilled last block of an answer. The common tokens are reused by copying the block. Indexed by (hash of the block before,
-first token); a few blocks per key. Knows no reference counts: BlockManager removes a block when its content is given up.
+unfilled last block of an answer. The common tokens are reused by copying the block. Indexed by (hash of the block
+before, first token); a few blocks per key. Knows no reference counts: BlockManager removes a block when its content is
+given up.
 """
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ class WaitingQueue:
 class LongestPrefixQueue(WaitingQueue):
     """lpm. `cached_tokens` says how much of a request the cache has now; `version` changes whenever an answer may."""
 
-    def __init__(self, config: SchedulerConfig, cached_tokens: Callable[[Request], int], version: Callable[[], int]) -> None:
+    def __init__(self, config: SchedulerConfig, cached_tokens: Callable[[Request], int],
+                 version: Callable[[], int]) -> None:
         super().__init__(config)
         self._max_overtakes = config.lpm_max_overtakes
         self._cached_tokens, self._version = cached_tokens, version

@@ -117,8 +117,8 @@ def _wants_swap(scheduler: Scheduler, request: Request, planned: int) -> bool:
 def make_room_for_urgent(scheduler: Scheduler, step: Step) -> None:
     """Priority policy: a waiting request that outranks the last running one takes its place, one per step.
 
-    Decided before running rows are planned, so the victim is in no plan. Ranks never change, so two requests cannot take
-    a place from each other in turns.
+    Decided before running rows are planned, so the victim is in no plan. Ranks never change, so two requests cannot
+    take a place from each other in turns.
     """
     rows = scheduler.rows
     request = scheduler.waiting.peek()

@@ -1,8 +1,8 @@
 """The flight recorder: the core's input messages of the last minutes, so that any decision can be run again.
 
-A bounded ring of segments. Each begins with a snapshot of the core, taken when nothing is in flight, and holds what came
-after: the frames as they arrived, and a checksum of every plan that went out. Because the core is a pure function of its
-messages, `replay` makes the same plans again, without a model. Costs a list append per message.
+A bounded ring of segments. Each begins with a snapshot of the core, taken when nothing is in flight, and holds what
+came after: the frames as they arrived, and a checksum of every plan that went out. Because the core is a pure function
+of its messages, `replay` makes the same plans again, without a model. Costs a list append per message.
 """
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Recorder:
             self._num_bytes += len(frame)
 
     def note_plan(self, frame: bytes) -> None:
-        """The core made this plan (its first frame; b"" when it made none). Its body is what counts: a header numbers."""
+        """The core made this plan (its first frame; b"" when it made none). Only its body counts: a header numbers."""
         self._events.append((PLAN, checksum(frame), ()))
 
     def dump(self, path: str) -> str:

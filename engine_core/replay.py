@@ -25,7 +25,7 @@ def replay_segment(origin: Origin, segment: rec.Segment) -> tuple[EngineCore, in
     for index, (what, number, frames) in enumerate(segment.events):
         if what == rec.PLAN:
             plan = core.plan()
-            made = encode(plan)[0] if plan is not None else b""
+            made = bytes(encode(plan)[0]) if plan is not None else b""
             if rec.checksum(made) != number:
                 raise PlanDiffers(f"event {index}: step {core.step} differs from the recorded plan: {plan}")
             if plan is not None:
@@ -69,9 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("file")
     args = parser.parse_args(argv)
     recording = load(args.file)
-    num_plans = num_events = 0
+    number = num_plans = num_events = 0
     try:
-        for number, segment in enumerate(recording.segments):
+        for number, segment in enumerate(recording.segments):   # noqa: B007 (named in the error)
             num_plans += replay_segment(recording.origin, segment)[1]
             num_events += len(segment.events)
     except PlanDiffers as error:

@@ -25,7 +25,8 @@ class Request:
                  "max_total_tokens", "min_total_tokens", "stop_token_ids", "status", "row", "blocks", "root", "hashes",
                  "num_published", "num_in_flight", "host_slots", "num_swapped_tokens", "num_cached_tokens",
                  "num_preemptions", "num_recomputed_tokens", "num_reused_tokens", "num_faults", "is_admitted",
-                 "arrival_time", "salt", "num_prompt_logprobs", "arrival_step", "num_overtaken", "num_queued_tokens", "__weakref__")
+                 "arrival_time", "salt", "num_prompt_logprobs", "arrival_step", "num_overtaken", "num_queued_tokens",
+                 "__weakref__")
 
     def __init__(self, message: AddRequest, arrival: int, arrival_step: int = 0, index: int = 0) -> None:
         params: SamplingParams = message.sampling_params

@@ -184,7 +184,9 @@ class Scheduler:
         """A request ends: the computed part of its last block can be found too, to be copied."""
         full, rest = divmod(num_computed, self.blocks.block_size)
         partial = self.blocks.partial
-        if partial is None or not rest or len(request.hashes) < full or self.blocks.ref_count[request.blocks[full]] != 1:
+        if partial is None or not rest or len(request.hashes) < full:
+            return
+        if self.blocks.ref_count[request.blocks[full]] != 1:
             return
         parent, tokens = self._content(request, full)
         partial.add(request.blocks[full], parent, tokens[:rest * 4])

@@ -1,7 +1,7 @@
 """The whole state of an EngineCore as bytes, and back. Taken when nothing is in flight.
 
-For the flight recorder: a segment of recorded messages begins with one, so that replay can start there. Holds prompts and
-the run's hash key; whoever stores it keeps it private.
+For the flight recorder: a segment of recorded messages begins with one, so that replay can start there. Holds prompts
+and the run's hash key; whoever stores it keeps it private.
 """
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def take(core: EngineCore) -> bytes:
         [RequestState(r.params, bytes(r.tokens), int(r.status), [getattr(r, name) for name in _FIELDS])
          for r in core.requests.values()],
         [r.request_id for r in running], rows.computed[:rows.n].tolist(),
-        sorted(r.request_id for r in scheduler.prefilling), [r.request_id for r in scheduler.suspects], list(rows.moves),
+        sorted(r.request_id for r in scheduler.prefilling), [r.request_id for r in scheduler.suspects],
+        list(rows.moves),
         np.fromiter(blocks.free_queue, np.int32, len(blocks.free_queue)).tobytes(),
         [(block, h) for block, h in enumerate(blocks.block_hash) if h is not None], partial,
         list(scheduler.host._free), list(scheduler.host._returned),

@@ -21,7 +21,8 @@ def explain(scheduler: Scheduler, request: Request) -> dict[str, Any]:
             "num_computed_tokens": computed, "num_blocks": len(request.blocks),
             "num_cached_tokens": request.num_cached_tokens, "num_reused_tokens": request.num_reused_tokens,
             "num_recomputed_tokens": request.num_recomputed_tokens, "num_swapped_tokens": request.num_swapped_tokens,
-            "num_preemptions": request.num_preemptions, "max_tokens": request.max_total_tokens - request.num_prompt_tokens}
+            "num_preemptions": request.num_preemptions,
+            "max_tokens": request.max_total_tokens - request.num_prompt_tokens}
 
 
 def _reason(scheduler: Scheduler, request: Request) -> str:
@@ -30,7 +31,9 @@ def _reason(scheduler: Scheduler, request: Request) -> str:
         left = int(rows.length[request.row] - rows.planned[request.row])
         if scheduler.suspects and request not in scheduler.suspects[:1]:
             return f"waits while {len(scheduler.suspects)} requests of a failed step replay alone"
-        return f"in mid-prompt, {left} tokens to compute" if request in scheduler.prefilling else "computes one token a step"
+        if request in scheduler.prefilling:
+            return f"in mid-prompt, {left} tokens to compute"
+        return "computes one token a step"
     if request.num_in_flight:
         return "preempted; its newest token is still being computed"
     ahead = 0

@@ -15,7 +15,7 @@ check_not_shadowed()
 
 from frontend.async_llm import AsyncLLM  # noqa: E402
 from frontend.llm import LLM  # noqa: E402
-from frontend.outputs import CompletionOutput, RequestOutput  # noqa: E402
+from frontend.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput  # noqa: E402
 from ipc.sampling_params import SamplingParams  # noqa: E402
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "PoolingRequestOutput", "RequestOutput", "SamplingParams"]

@@ -21,13 +21,14 @@ from typing import Any
 
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import EngineClient
-from frontend.outputs import OutputKind, RequestOutput
+from frontend.outputs import OutputKind, PoolingOutput, PoolingRequestOutput, RequestOutput
 from frontend.request_stream import Choice, RequestStream
+from frontend.timeline import Timeline
 from frontend.tokenizer import Tokenizer, pack_ids
 from ipc.cli import build_config
 from ipc.config import EngineConfig, ModelSection, Peer
 from ipc.engine_process import EngineProcess
-from ipc.errors import ConfigError, EngineDeadError, RequestError
+from ipc.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
 from ipc.messages import AddRequest, EngineReady, EngineUp, PeerDown, PeerUp, Phase
 from ipc.sampling_params import SamplingParams
 
@@ -59,6 +60,7 @@ class AsyncLLM:
         self.created = int(time.time())
         self.served_model_name = ""
         self.max_model_len = self.vocab_size = 0
+        self.observers: list[Callable[[RequestStream], None]] = []     # called with every stream that has ended
         self.pids: list[int] = []               # of the engine's processes, the supervisor first
 
     # ------------------------------------------------------------ life
@@ -200,8 +202,11 @@ class AsyncLLM:
         tokens = await self._tokens(prompt, add_special_tokens)
         if params.seed is None:
             params = params.replace(seed=secrets.randbits(63))
+        if params.bad_words:
+            params = params.replace(bad_words_token_ids=self._bad_word_tokens(params))
+        params.check_for_model(self.vocab_size)
         stream = RequestStream(request_id or f"request-{next(self._names)}", text, tokens, params, output_kind)
-        wire = params.replace(n=1, stop=[]) if params.stop or params.n > 1 else params
+        wire = params.replace(n=1, stop=[], bad_words=[]) if params.stop or params.bad_words or params.n > 1 else params
         stream.choices = [Choice(stream, number, index, self.tokenizer)
                           for index, number in enumerate(client.next_ids(params.n))]
         if self.is_paused:
@@ -216,9 +221,57 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
+            for observe in self.observers:
+                observe(stream)
             if not stream.is_finished or stream.error is not None:
                 client.abort(stream.choices)
                 client.forget(stream.choices)
+
+    def _bad_word_tokens(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is written at the start of a text and behind a space."""
+        found = list(params.bad_words_token_ids)
+        for word in params.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                tokens = self.tokenizer.encode_ids(text, False)
+                if tokens and tokens not in found:
+                    found.append(tokens)
+        return found
+
+    async def encode(self, prompt: str | list[int] | bytes, *, pooling: str = "last", normalize: bool = True,
+                     request_id: str | None = None, priority: int = 0, add_special_tokens: bool = True,
+                     cache_salt: str = "") -> PoolingRequestOutput:
+        """The vector of a prompt: the hidden state after the last norm, of its last token or the mean of all.
+
+        It runs in the same batches as `generate`. With normalize it has length 1. Raises as `generate` does; cancelling
+        aborts the request.
+        """
+        client = self._engine()
+        if pooling not in ("last", "mean"):
+            raise RequestError(f"pooling is {pooling!r}; allowed are last and mean", "pooling")
+        params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, pooling=pooling, pooling_normalize=normalize)
+        tokens = await self._tokens(prompt, add_special_tokens)
+        stream = RequestStream(request_id or f"request-{next(self._names)}", None, tokens, params, "final")
+        stream.choices = [Choice(stream, client.next_ids(1)[0], 0, self.tokenizer)]
+        if self.is_paused:
+            await self._wait_resumed()
+        try:
+            client.add(stream.choices, AddRequest(
+                stream.choices[0].request_id, memoryview(tokens), params, priority=priority,
+                arrival_time=stream.metrics.arrival_time, cache_salt=cache_salt))
+            output = await stream.next()
+        finally:
+            if not stream.is_finished or stream.error is not None:
+                client.abort(stream.choices)
+                client.forget(stream.choices)
+        if stream.vector is None:
+            raise RequestFailedError(f"{stream.request_id} ended ({output.outputs[0].finish_reason}) without a vector")
+        return PoolingRequestOutput(output.request_id, PoolingOutput(stream.vector), output.prompt_token_ids,
+                                    num_cached_tokens=output.num_cached_tokens)
+
+    async def embed(self, prompt: str | list[int] | bytes, **options: Any) -> list[float]:
+        """`encode`, as a list of numbers."""
+        vector: list[float] = (await self.encode(prompt, **options)).outputs.data.tolist()
+        return vector
 
     async def _tokens(self, prompt: str | list[int] | bytes, add_special_tokens: bool) -> bytes:
         if isinstance(prompt, str):
@@ -303,6 +356,16 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Nothing computed until now is reused, also not what running requests hold."""
         await self._engine().command("reset_prefix_cache")
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last steps of all processes, see frontend/timeline.py."""
+        return self._engine().timeline
+
+    async def request_status(self, request_id: int) -> dict[str, Any]:
+        """State of a live request of this frontend, by the engine's number for it: where it is and why it waits."""
+        result: dict[str, Any] = await self._engine().command("request_status", request_id)
+        return result
 
     async def check_invariants(self) -> None:
         """Have the core check its blocks, rows and queue against each other. A contradiction ends the engine."""

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from frontend.timeline import Timeline
 from frontend.request_stream import Choice
 from ipc.codec import Header
 from ipc.config import Peer
@@ -47,6 +48,7 @@ class EngineClient:
         self._choices: dict[int, Choice] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._became_ready = asyncio.Event()
+        self.timeline = Timeline()
         self.num_restarts = 0                   # of the core, survived
         self._link = self._connect(core)
 
@@ -149,7 +151,11 @@ class EngineClient:
         if header.epoch != self.core.epoch:
             return                              # of a core that is gone
         if isinstance(message, Outputs):
+            received_ns = time.monotonic_ns()
             self._on_outputs(message)
+            if message.stamps:
+                self.timeline.add(message.stamps, received_ns, time.monotonic_ns(), message.num_running,
+                                  message.num_waiting, message.num_free_blocks)
         elif isinstance(message, EngineReady):
             self.ready = message
             self._replay()
@@ -174,6 +180,8 @@ class EngineClient:
             choice = choices.get(news.request_id)
             if choice is not None:
                 choice.stream.on_admitted(news)
+        if outputs.logprobs or outputs.prompt_logprobs or outputs.pooled:
+            self._on_extras(outputs)            # before the tokens they belong to
         if outputs.tokens:
             ids = np.frombuffer(outputs.request_ids, np.int64)
             stop_at = self._stop_positions(ids, outputs.finished)
@@ -196,6 +204,20 @@ class EngineClient:
             choice = choices.pop(finished.request_id, None)
             if choice is not None:
                 choice.stream.on_finished(choice, finished)
+
+    def _on_extras(self, outputs: Outputs) -> None:
+        for news in outputs.logprobs:
+            choice = self._choices.get(news.request_id)
+            if choice is not None and choice.finish_reason is None:
+                choice.receive_logprobs(news)
+        for news in outputs.prompt_logprobs:
+            choice = self._choices.get(news.request_id)
+            if choice is not None:
+                choice.stream.on_prompt_logprobs(choice, news)
+        for pooled in outputs.pooled:
+            choice = self._choices.get(pooled.request_id)
+            if choice is not None:
+                choice.stream.vector = np.frombuffer(pooled.vector, np.float32).copy()
 
     @staticmethod
     def _stop_positions(ids: np.ndarray, finished: list[Finished]) -> frozenset[int]:

@@ -17,6 +17,8 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ipc.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 << 10
@@ -28,11 +30,24 @@ _TOO_LARGE = (b'{"error":{"message":"the request headers have more than %d bytes
               b'"param":null,"code":431}}' % MAX_HEADER_BYTES)
 
 
-class LimitedHttpProtocol(HttpToolsProtocol):
-    """Counts header bytes while they arrive: the parser itself would collect headers without end."""
+_TOO_MANY = (b'{"error":{"message":"too many connections are open; retry later, or raise --max-connections",'
+             b'"type":"ServiceUnavailableError","param":null,"code":503}}')
 
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """Counts header bytes while they arrive: the parser itself would collect headers without end. Counts connections
+    too: one more than allowed is answered at once, and closed."""
+
+    max_connections = 0         # 0: no limit; set by a subclass, for uvicorn makes the instances
     _header_bytes = 0           # received since the last complete header; data of a started body does not count
     _in_headers = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.max_connections and len(self.connections) > self.max_connections:
+            transport.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+                            b"content-length: %d\r\nconnection: close\r\n\r\n" % len(_TOO_MANY) + _TOO_MANY)
+            transport.close()
 
     def on_message_begin(self) -> None:
         self._in_headers = True
@@ -75,9 +90,12 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """One listening server. `start` returns when connections are accepted, `stop` when the last one is gone."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket, *, max_connections: int = 0, ssl_certfile: str = "",
+                 ssl_keyfile: str = "") -> None:
         self._app = app
         self._sock = sock
+        self._protocol = type("HttpProtocol", (LimitedHttpProtocol,), {"max_connections": max_connections})
+        self._ssl = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile or None} if ssl_certfile else {}
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -87,10 +105,16 @@ class HttpServer:
         return int(self._sock.getsockname()[1])
 
     async def start(self) -> None:
-        """Accept connections. Raises what the socket raises."""
-        options: dict[str, Any] = {"loop": "none", "ws": "none", "lifespan": "off", "interface": "asgi3"}
-        config = uvicorn.Config(self._asgi, http=LimitedHttpProtocol, log_config=None, access_log=False,
+        """Accept connections. Raises what the socket raises, and ConfigError for a bad certificate or key."""
+        options: dict[str, Any] = {"loop": "none", "ws": "none", "lifespan": "off", "interface": "asgi3", **self._ssl}
+        config = uvicorn.Config(self._asgi, http=self._protocol, log_config=None, access_log=False,
                                 server_header=False, timeout_keep_alive=IDLE_CONNECTION_S, backlog=BACKLOG, **options)
+        if self._ssl:
+            try:
+                config.load()
+            except OSError as error:            # ssl.SSLError is one
+                raise ConfigError(f"--ssl-certfile {self._ssl['ssl_certfile']}: the certificate and its key cannot be "
+                                  f"loaded: {error}") from error
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]))
         listening = asyncio.create_task(self._server.listening.wait())

@@ -10,7 +10,7 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from frontend.async_llm import AsyncLLM
-from frontend.outputs import RequestOutput
+from frontend.outputs import PoolingRequestOutput, RequestOutput
 from frontend.tokenizer import Tokenizer
 from ipc.errors import RequestError
 from ipc.sampling_params import SamplingParams
@@ -73,6 +73,22 @@ class LLM:
         prompts = [memoryview(self._llm.render_chat(messages, **render)).cast("i").tolist()    # type: ignore[arg-type]
                    for messages in many]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def encode(self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last",
+               normalize: bool = True) -> list[PoolingRequestOutput]:
+        """A vector for each prompt, in their order. See AsyncLLM.encode."""
+        if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
+            prompts = [cast(Prompt, prompts)]
+
+        async def run() -> list[PoolingRequestOutput]:
+            return await asyncio.gather(*[self._llm.encode(prompt, pooling=pooling, normalize=normalize)
+                                          for prompt in cast(Sequence[Prompt], prompts)])
+        result: list[PoolingRequestOutput] = self._run(run())
+        return result
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[list[float]]:
+        """`encode`, as lists of numbers."""
+        return [output.outputs.data.tolist() for output in self.encode(prompts, **options)]
 
     async def _generate_all(self, prompts: list[Prompt], params: list[SamplingParams],
                             use_tqdm: bool) -> list[RequestOutput]:

@@ -15,7 +15,9 @@ import uvloop
 
 from frontend.async_llm import AsyncLLM
 from frontend.http_server import HttpServer, socket_from_fd
+from frontend.metrics import Metrics
 from frontend.openai.app import build_app
+from frontend.openai.debug import debug_rows
 from ipc.config import FrontendProcess
 from ipc.errors import ConfigError, EngineDeadError
 from ipc.lifeline import ChildLife
@@ -62,7 +64,12 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     llm = await AsyncLLM.attach(config.core, config.number, config.model, config.frontend.served_model_name, wait=False)
     for news in peers:
         llm.on_peer(news)
-    server = HttpServer(build_app(llm), socket_from_fd(config.listen_fd))
+    section = config.frontend
+    metrics = Metrics(llm.served_model_name, config.frontend.metrics_prefix)
+    llm.observers.append(metrics.observe)
+    server = HttpServer(build_app(llm, extra_rows=debug_rows(llm, metrics), section=section), socket_from_fd(config.listen_fd),
+                        max_connections=section.max_connections, ssl_certfile=section.ssl_certfile,
+                        ssl_keyfile=section.ssl_keyfile)
     await server.start()
     ready = asyncio.ensure_future(llm.wait_ready())
     first: list[asyncio.Future[Any]] = [ready, stopping]

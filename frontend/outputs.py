@@ -8,9 +8,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import numpy as np
+
 OutputKind = Literal["cumulative", "delta", "final"]
 
 FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR = "stop", "length", "abort", "error"
+
+
+@dataclasses.dataclass(slots=True)
+class Logprob:
+    """Of one token at one position: log-softmax of the model's raw logits, before penalties, masks and temperature."""
+    logprob: float
+    rank: int                                   # among all tokens, 1: the likeliest
+    decoded_token: str                          # by itself; part of a character shows as U+FFFD
+
+
+Logprobs = dict[int, Logprob]                   # token id -> at one position; the token that stands there comes first
 
 
 @dataclasses.dataclass(slots=True)
@@ -21,6 +34,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None            # "stop", "length", "abort" or "error"; None while running
     stop_reason: int | str | None = None        # the stop token id or stop string that ended it
+    logprobs: list[Logprobs] | None = None      # one entry per entry of token_ids, when asked for
+    cumulative_logprob: float | None = None     # of all tokens so far
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,3 +61,20 @@ class RequestOutput:
     usage_prompt_tokens: int = 0
     usage_completion_tokens: int = 0            # over all choices; tokens past a stop string are not counted
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None    # when asked for; of the first token None; deltas: in the first
+
+
+@dataclasses.dataclass(slots=True)
+class PoolingOutput:
+    """The vector of one prompt."""
+    data: np.ndarray                            # float32 [E]
+
+
+@dataclasses.dataclass(slots=True)
+class PoolingRequestOutput:
+    """The answer to `encode`."""
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0

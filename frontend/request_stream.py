@@ -10,11 +10,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from frontend.detokenizer import make_detokenizer
-from frontend.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
+from frontend.outputs import CompletionOutput, Logprob, Logprobs, OutputKind, RequestMetrics, RequestOutput
 from frontend.stop_strings import StopChecker
 from ipc.errors import error_from_code
-from ipc.messages import AddRequest, FINISH_ERROR, FINISH_NAMES, FINISH_STOP, Admitted, Finished
+from ipc.messages import FINISH_ERROR, FINISH_NAMES, FINISH_STOP, AddRequest, Admitted, Finished, TokenLogprobs
 from ipc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ class Choice:
     """One sequence. `is_ended`: the caller's view; the engine may still hold it until its Finished arrives."""
 
     __slots__ = ("stream", "request_id", "index", "token_ids", "text", "num_taken_chars", "num_taken_tokens",
-                 "new_text", "finish_reason", "stop_reason", "is_reported", "message", "_detokenizer", "_stop", "_min_tokens")
+                 "new_text", "finish_reason", "stop_reason", "is_reported", "message", "logprobs",
+                 "cumulative_logprob", "_tokenizer", "_detokenizer", "_stop", "_min_tokens")
 
     def __init__(self, stream: RequestStream, request_id: int, index: int, tokenizer: Tokenizer) -> None:
         params = stream.params
@@ -40,6 +43,9 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.is_reported = False                # its finish_reason was handed out
         self.message: AddRequest | None = None  # as sent: with token_ids, all that a new core needs
+        self.logprobs: list[Logprobs] | None = None if params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        self._tokenizer = tokenizer
         self._detokenizer = make_detokenizer(tokenizer, params.skip_special_tokens)
         self._stop = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens
@@ -64,6 +70,13 @@ class Choice:
         if text:
             self.new_text.append(text)
         return False
+
+    def receive_logprobs(self, news: TokenLogprobs) -> None:
+        """Those of an output token, which comes with the same news or has come. Repeats after a restart are dropped."""
+        if self.logprobs is not None and news.position == len(self.logprobs):
+            entry = read_logprobs(news, self._tokenizer)
+            self.logprobs.append(entry)
+            self.cumulative_logprob += next(iter(entry.values())).logprob
 
     def finish(self, reason: str, stop_reason: int | str | None) -> bool:
         """The engine ended it: give out what was held back. True when that completes a stop string."""
@@ -90,13 +103,28 @@ class Choice:
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What is new (delta), or all so far."""
         text, self.new_text = "".join(self.new_text), []
-        tokens = self.token_ids[self.num_taken_tokens:] if kind == "delta" else list(self.token_ids)
+        first = self.num_taken_tokens if kind == "delta" else 0
+        tokens = self.token_ids[first:]
+        logprobs = None if self.logprobs is None else self.logprobs[first:len(self.token_ids)]
         self.num_taken_tokens = len(self.token_ids)
         self.is_reported = self.is_ended
         if kind != "delta":
             self.text += text
             text = self.text
-        return CompletionOutput(self.index, text, tokens, self.finish_reason, self.stop_reason)
+        return CompletionOutput(self.index, text, tokens, self.finish_reason, self.stop_reason, logprobs,
+                                None if logprobs is None else self.cumulative_logprob)
+
+
+def read_logprobs(news: TokenLogprobs, tokenizer: Tokenizer) -> Logprobs:
+    """By token id, the position's own token first. Its rank is given; the others are the likeliest, in order."""
+    ids = np.frombuffer(news.token_ids, np.int32).tolist()
+    values = np.frombuffer(news.values, np.float32).tolist()
+    found: Logprobs = {}
+    for index, (token, value) in enumerate(zip(ids, values)):
+        if token not in found:
+            text = tokenizer.token_bytes(token).decode("utf-8", "replace")
+            found[token] = Logprob(value, index or news.rank, text)
+    return found
 
 
 class RequestStream:
@@ -111,6 +139,8 @@ class RequestStream:
         self.num_cached_tokens = self.num_preemptions = 0
         self.max_tokens: int | None = params.max_tokens
         self.error: Exception | None = None
+        self.prompt_logprobs: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.vector: np.ndarray | None = None   # of a pooling request
         self._prompt_list: list[int] | None = None
         self._wake: asyncio.Event = asyncio.Event()
 
@@ -122,6 +152,16 @@ class RequestStream:
         if self.metrics.first_scheduled_time is None:
             self.metrics.first_scheduled_time = news.scheduled_ns / 1e9
             self.num_cached_tokens, self.max_tokens = news.num_cached_tokens, news.max_tokens
+
+    def on_prompt_logprobs(self, choice: Choice, news: TokenLogprobs) -> None:
+        """The choices have the same ones; those of the first are kept."""
+        if self.prompt_logprobs is not None and choice.index == 0 and news.position == len(self.prompt_logprobs):
+            self.prompt_logprobs.append(read_logprobs(news, choice._tokenizer))
+            self._wake.set()
+
+    @property
+    def _is_prompt_told(self) -> bool:
+        return self.prompt_logprobs is None or 4 * len(self.prompt_logprobs) >= len(self.prompt_token_ids)
 
     def on_token(self) -> None:
         if self.metrics.first_token_time is None:
@@ -154,7 +194,7 @@ class RequestStream:
                 raise self.error
             fresh = [choice for choice in self.choices if choice.has_news]
             done = self.is_finished
-            if fresh and (done or self.kind != "final"):
+            if fresh and (done or (self.kind != "final" and self._is_prompt_told)):
                 return self._output(self.choices if self.kind == "final" else fresh, done)
             self._wake.clear()
             await self._wake.wait()
@@ -162,7 +202,10 @@ class RequestStream:
     def _output(self, choices: list[Choice], done: bool) -> RequestOutput:
         if self._prompt_list is None:
             self._prompt_list = memoryview(self.prompt_token_ids).cast("i").tolist()
+        prompt_logprobs = self.prompt_logprobs
+        if self.kind == "delta":
+            self.prompt_logprobs = None
         return RequestOutput(
             self.request_id, self.prompt, self._prompt_list, [choice.take(self.kind) for choice in choices], done,
             self.num_cached_tokens, self.num_preemptions, self.max_tokens, len(self._prompt_list),
-            sum(len(choice.token_ids) for choice in self.choices), self.metrics)
+            sum(len(choice.token_ids) for choice in self.choices), self.metrics, prompt_logprobs)

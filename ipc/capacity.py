@@ -38,7 +38,8 @@ def flag_size(num_bytes: int) -> str:
 def capacity_text(weight_bytes: int, block_bytes: int, num_blocks: int, block_size: int, max_model_len: int) -> str:
     """The pool in words; when not even one request of full length fits, also the two settings that change it."""
     num_tokens = num_blocks * block_size
-    head = f"weights {size_text(weight_bytes)} + cache {size_text(num_blocks * block_bytes)} = {count_text(num_tokens)} tokens"
+    cache = size_text(num_blocks * block_bytes)
+    head = f"weights {size_text(weight_bytes)} + cache {cache} = {count_text(num_tokens)} tokens"
     requests = num_tokens / max_model_len
     if requests >= 1:
         shown = f"{requests:.1f}" if requests < 3 and requests != int(requests) else f"{int(requests)}"
@@ -78,5 +79,5 @@ def weights_warning(config: ModelConfig, dtype: str, free_bytes: int) -> str:
     needed = weight_count(config) * item_bytes
     if needed <= free_bytes:
         return ""
-    return (f"weights need about {size_text(needed)} as {dtype}, {size_text(free_bytes)} are free; the nearest that fits: "
-            f"{nearest_fit(config, item_bytes, free_bytes)}")
+    return (f"weights need about {size_text(needed)} as {dtype}, {size_text(free_bytes)} are free; the nearest that "
+            f"fits: {nearest_fit(config, item_bytes, free_bytes)}")

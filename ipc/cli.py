@@ -1,8 +1,8 @@
 """The one table of serving options: its rows make the command line, its targets fill EngineConfig.
 
 launch.py parses argv with it; AsyncLLM(**options) takes the same names with underscores. Spellings are those of vLLM
-where it has the option. A value may also come from a file or the environment (option_sources.py). Knows no processes; the
-values are checked by the structs of config.py.
+where it has the option. A value may also come from a file or the environment (option_sources.py). Knows no processes;
+the values are checked by the structs of config.py.
 """
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--max-model-len", "model.max_model_len", parse_count, "longest prompt plus output, for example 32k"),
         Option("--quantization", "model.quantization", str, "of weights; auto: what a GGUF file holds, else none",
                QUANTIZATIONS),
-        Option("--batch-invariant", "model.batch_invariant", bool, "only kernels whose rows do not depend on the batch"),
+        Option("--batch-invariant", "model.batch_invariant", bool, "only kernels whose rows are independent"),
         Option("--logits-processor", "model.logits_processors", str, "NAME=MODULE:FUNCTION, called for requests that "
                "name it; may be given several times", is_list=True),
         Option("--seed", "model.seed", int, "of dummy weights"),
@@ -118,13 +118,14 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--num-threads", "engine.num_threads", int, "compute threads on a CPU; 0: one per core"),
         Option("--restart", "engine.restart", bool, "restart a process that ends, and go on; else end with it"),
         Option("--flight-recorder", "engine.flight_recorder", bool, "keep the core's last messages for a replay"),
-        Option("--flight-recorder-dir", "engine.flight_recorder_dir", str, "folder for recordings (default: temporary)"),
+        Option("--flight-recorder-dir", "engine.flight_recorder_dir", str, "of recordings (default: temporary)"),
         Option("--log-level", "engine.log_level", str, "of all processes", LOG_LEVELS),
     ),
     "server": (
         Option("--host", "frontend.host", str, "address to listen on"),
         Option("--port", "frontend.port", int, "TCP port; 0: any free one"),
         Option("--served-model-name", "frontend.served_model_name", str, "the name that clients use"),
+        Option("--metrics-prefix", "frontend.metrics_prefix", str, "namespace of the names on /metrics"),
         Option("--api-key", "frontend.api_keys", str, "a key that clients must send; repeatable", is_list=True,
                is_secret=True),
         Option("--admin-api-key", "frontend.admin_api_keys", str, "a key for the control routes, which are off without "
@@ -132,8 +133,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--max-connections", "frontend.max_connections", parse_count, "open at once; more are refused with 503"),
         Option("--ssl-certfile", "frontend.ssl_certfile", str, "serve HTTPS with this certificate (PEM)"),
         Option("--ssl-keyfile", "frontend.ssl_keyfile", str, "its private key, if that is another file"),
-        Option("--allowed-origins", "frontend.allowed_origins", str, "web pages elsewhere that may call this server; *: "
-               "all; repeatable", is_list=True),
+        Option("--allowed-origins", "frontend.allowed_origins", str, "web pages elsewhere that may call this server; "
+               "*: all; repeatable", is_list=True),
         Option("--allowed-methods", "frontend.allowed_methods", str, "methods they may use; repeatable", is_list=True),
         Option("--allowed-headers", "frontend.allowed_headers", str, "headers they may send; repeatable", is_list=True),
         Option("--allow-credentials", "frontend.allow_credentials", bool, "let them send cookies"),
@@ -154,8 +155,8 @@ def make_parser(prog: str = "launch.py", *, is_server: bool = True, takes_model:
     if takes_model:
         parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--model", metavar="MODEL", help="alias, folder in Hugging Face layout, .gguf file or hub id")
-    parser.add_argument("--config", metavar="FILE", help="options from a .yaml, .toml or .json file; each option also has "
-                        "an environment variable, THREEFOLD_PORT for --port. The command line wins, then the environment")
+    parser.add_argument("--config", metavar="FILE", help="options from a .yaml, .toml or .json file. Each option also "
+                        "has a variable, THREEFOLD_PORT for --port; the command line wins, then the environment")
     for title, options in GROUPS.items():
         options = tuple(option for option in options if is_server or not is_server_option(option))
         if not options:

@@ -39,7 +39,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kv_cache_memory: int | None = None          # bytes of the pool
     gpu_memory_utilization: float = 0.9         # CUDA: share of the device that weights, activations and pool may use
     cpu_memory_share: float = 0.25              # CPU: share of free memory given to the pool when no size is named
-    kv_cache_dtype: str = "auto"                # of keys and values; auto: bfloat16 beside quantized weights, else as computed
+    kv_cache_dtype: str = "auto"                # of keys, values; auto: bfloat16 with quantized weights, else as computed
     enable_prefix_caching: bool = True
     enable_partial_reuse: bool = True           # reuse the cached part of a block that matches only in part, by copy
     swap_space: int = 0                         # bytes of host memory for swapped-out blocks; 0: no swapping
@@ -104,6 +104,7 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str = ""                 # "": the name given as --model
+    metrics_prefix: str = "vllm"                # namespace of /metrics: dashboards made for vLLM work as they are
     max_connections: int = 4096                 # open at once; more are answered 503 and closed
     api_keys: tuple[str, ...] = ()              # none: whoever reaches the port may use it
     admin_api_keys: tuple[str, ...] = ()        # none: there are no control routes
@@ -120,8 +121,8 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         for name in ("api_key", "admin_api_key"):
             for key in getattr(self, f"{name}s"):
                 if not 8 <= len(key) <= 256 or not all("!" <= char <= "~" for char in key):
-                    raise ConfigError(f"--{name.replace('_', '-')} has a key of {len(key)} characters; allowed are 8 to "
-                                      "256, printable ASCII without spaces")
+                    raise ConfigError(f"--{name.replace('_', '-')} has a key of {len(key)} characters; allowed are "
+                                      "8 to 256, printable ASCII without spaces")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs a certificate: add --ssl-certfile FILE")
         if self.allow_credentials and "*" in self.allowed_origins:
@@ -155,8 +156,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _range("num_threads", self.num_threads, 0, 4096)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         if self.scheduler.preemption_mode != "recompute" and self.cache.swap_space == 0:
-            raise ConfigError(f"--preemption-mode {self.scheduler.preemption_mode} needs host memory: add --swap-space, "
-                              "for example --swap-space 1GiB")
+            raise ConfigError(f"--preemption-mode {self.scheduler.preemption_mode} needs host memory: add "
+                              "--swap-space, for example --swap-space 1GiB")
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

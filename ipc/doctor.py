@@ -26,6 +26,7 @@ from ipc.launch_setup import ROOT, VENV, missing, requirements
 GIB = 1 << 30
 LEAST_FILES, LEAST_MEMORY, LEAST_DISK = 4096, GIB, GIB
 SELF_TEST = "worker.attention.self_test"
+USE_REFERENCE = "start with --attention-backend reference"
 MAX_SOCKET_PATH = 72                             # of the folder for run directories, as run_dir.py has it
 
 
@@ -48,7 +49,8 @@ def gib(size: float) -> str:
 # ---------------------------------------------------------------- the checks; each yields findings
 
 def check_python() -> Iterator[Finding]:
-    text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.release()} {platform.machine()}"
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    text = f"{platform.python_version()} at {sys.executable}, {system}"
     fix = "" if sys.version_info >= (3, 11) else "use Python 3.11 or newer"
     if platform.system() != "Linux":
         fix = "run it on Linux: the processes need its signals and descriptors"
@@ -113,7 +115,7 @@ def check_shared_memory() -> Iterator[Finding]:
     except OSError as error:
         yield Finding("shm", str(error), "mount a tmpfs at /dev/shm (containers: --shm-size 1g)")
         return
-    fix = "" if free >= 64 << 20 else "give the container more (--shm-size 1g); workers on several GPUs exchange through it"
+    fix = "" if free >= 64 << 20 else "give the container more (--shm-size 1g): workers on several GPUs exchange there"
     yield Finding("shm", f"/dev/shm {gib(free)} free of {gib(total)}", fix)
 
 
@@ -171,7 +173,7 @@ def check_backends(timeout_s: float = 90.0) -> Iterator[Finding]:
         result = subprocess.run([sys.executable, "-P", "-m", SELF_TEST], cwd=ROOT, timeout=timeout_s, text=True,
                                 capture_output=True, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": ROOT})
     except subprocess.TimeoutExpired:
-        yield Finding("self-test", f"not done after {timeout_s:.0f} s", "machine overloaded? see: python -m " + SELF_TEST)
+        yield Finding("self-test", f"not done after {timeout_s:.0f} s", f"see: python -m {SELF_TEST}")
         return
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     yield from judge_backends(lines, bool(machine.gpus()[0]))
@@ -193,10 +195,10 @@ def judge_backends(lines: Iterable[dict[str, Any]], has_gpu: bool) -> Iterator[F
         elif "skipped" in line:
             yield Finding(f"attention {line['backend']}", f"not here: {line['skipped']}")
         elif "error" in line:
-            yield Finding(f"attention {line['backend']}", line["error"], "start with --attention-backend reference", True)
+            yield Finding(f"attention {line['backend']}", line["error"], USE_REFERENCE, True)
         else:
             text = f"differs from the reference by {line['difference']:.1e} at most; {line['step_us']:.0f} us a step"
-            fix = "" if line["ok"] else f"wrong results (limit {line['limit']}); start with --attention-backend reference"
+            fix = "" if line["ok"] else f"wrong results (limit {line['limit']}); {USE_REFERENCE}"
             yield Finding(f"attention {line['backend']}", text, fix, True)
 
 

@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -113,16 +114,19 @@ class _Session:
     @property
     def url(self) -> str:
         host, port = self.address
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if self.config.frontend.ssl_certfile else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def _print_block(self, up: EngineUp) -> None:
         names = ["supervisor", *(child.name for child in self.supervisor.children)]
         body = json.dumps({"model": self.model_name, "messages": [{"role": "user", "content": "Hello!"}]})
+        key = "-H 'Authorization: Bearer YOUR_KEY' " if self.config.frontend.api_keys else ""
         rows = [("URL", f"{self.url}/v1"), ("model", self.model_name),
                 *(row for detail, name in self.details.items() for row in _detail_rows(name, detail)),
                 ("PIDs", ", ".join(f"{name} {pid}" for name, pid in zip(names, up.pids))),
                 ("ready after", f"{time.monotonic() - self.started:.1f} s"),
-                ("try", f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")]
+                ("chat", f"{self.url}/"),
+                ("try", f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' {key}-d '{body}'")]
         self.screen.line()
         for title, text in rows:
             self.screen.line(f"  {title:<12} {text}")
@@ -133,10 +137,12 @@ class _Session:
     def _demo(self) -> None:
         """One chat request, as a client sends it; then where the time went. Ends the engine when it fails."""
         try:
-            self._print_answer(ask(self.address, self.model_name, _DEMO_PROMPT, _DEMO_MAX_TOKENS))
+            section = self.config.frontend
+            self._print_answer(ask(self.address, self.model_name, _DEMO_PROMPT, _DEMO_MAX_TOKENS,
+                                   api_key=section.api_keys[0] if section.api_keys else "",
+                                   is_tls=bool(section.ssl_certfile)))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            self.num_starts = 0
-        self.demo_error = str(error)
+            self.demo_error = str(error)
             self.screen.line(f"launch.py: the demo request failed: {error}")
         if self.demo_error or self.once:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -176,14 +182,24 @@ class Answer(NamedTuple):
         return (self.num_tokens - 1) / max(self.end_s - self.ttft_s, 1e-9) if self.num_tokens > 1 else 0.0
 
 
-def ask(address: tuple[str, int], model: str, prompt: str, max_tokens: int, timeout_s: float = 300.0) -> Answer:
-    """Stream one greedy chat completion. Raises OSError, HTTPException, or ValueError with the server's error text."""
+def ask(address: tuple[str, int], model: str, prompt: str, max_tokens: int, timeout_s: float = 300.0, *,
+        api_key: str = "", is_tls: bool = False) -> Answer:
+    """Stream one greedy chat completion. Raises OSError, HTTPException, or ValueError with the server's error text.
+
+    With TLS the certificate is not checked: the server is a child of this process, on this machine.
+    """
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens,
             "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     connection = http.client.HTTPConnection(*address, timeout=timeout_s)
+    if is_tls:
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(*address, timeout=timeout_s, context=context)
     try:
         began = time.monotonic()
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
             raise ValueError(f"HTTP {response.status}: {response.read(2000).decode(errors='replace')}")

@@ -1,7 +1,7 @@
 """What this machine has: cores, CPU features, memory with container limits, GPUs, shared memory, limits of the process.
 
-Standard library only, and imports nothing of the project: `doctor` runs it where no package is installed. Every function
-takes the root of /proc or /sys, so that tests bring their own. It judges nothing.
+Standard library only, and imports nothing of the project: `doctor` runs it where no package is installed. Every
+function takes the root of /proc or /sys, so that tests bring their own. It judges nothing.
 """
 from __future__ import annotations
 

@@ -95,10 +95,11 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # ---------------------------------------------------------------- frontend -> engine core
 
 class AddRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Frontend -> engine core, once per request. Each choice is answered by Outputs, the last of which has its Finished.
+    """Frontend -> engine core, once per request. Each choice is answered by Outputs, the last of which has its
+    Finished.
 
-    request_id is frontend number << 40 | counter, of the first choice. A choice's number keys its noise together with the
-    seed.
+    request_id is frontend number << 40 | counter, of the first choice. A choice's number keys its noise together with
+    the seed.
     """
     request_id: int
     prompt_token_ids: memoryview                # int32, at least one
@@ -190,15 +191,16 @@ class Outputs(msgspec.Struct, array_like=True, gc=False):
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
-    stamps: memoryview = EMPTY                  # int64: STAMPS below, of the step that made these tokens
+    stamps: memoryview = EMPTY                  # int64 [steps, STAMPS]: the steps committed since the last message
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     pooled: list[Pooled] = []
 
 
-# Times of one step in Outputs.stamps. Together with the frontend's own they give the whole timeline.
+# One step in Outputs.stamps: monotonic ns of the core and the worker, then what it was. With the frontend's own times
+# they give the whole timeline.
 STAMPS = ("plan_begin", "plan_end", "worker_received", "worker_prepared", "worker_launched", "worker_done", "device_ns",
-          "commit_begin", "commit_end")
+          "commit_begin", "commit_end", "step", "num_rows", "num_tokens")
 
 
 class CommandReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -236,7 +238,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     new_blocks: memoryview = EMPTY
     extend: memoryview = EMPTY                  # pairs (row, block) appended to block tables, in order
     advance: memoryview = EMPTY                 # pairs (row, n): n more tokens are in blocks adopted from the cache
-    counts: memoryview = EMPTY                  # pairs (row, n) where n is not 1 or nothing is sampled; 0: computes nothing
+    counts: memoryview = EMPTY                  # pairs (row, n): n is not 1, or nothing is sampled; 0: computes nothing
     swap_out: memoryview = EMPTY                # pairs (block, host slot)
     copies: memoryview = EMPTY                  # pairs (source block, target block)
     swap_in: memoryview = EMPTY                 # pairs (host slot, block)

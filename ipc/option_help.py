@@ -27,8 +27,9 @@ FOREIGN: dict[str, tuple[str, str]] = {
         "--max-queued-requests": "--max-num-queued-reqs", "--max-total-tokens": "--kv-cache-memory",
         "--schedule-policy": "--scheduling-policy", "--page-size": "--block-size", "--random-seed": "--seed",
         "--disable-radix-cache": "--no-enable-prefix-caching", "--disable-overlap-schedule": "--no-async-scheduling",
-        "--disable-cuda-graph": "--enforce-eager", "--tp": "--tensor-parallel-size", "--tp-size": "--tensor-parallel-size",
-        "--dp-size": "--data-parallel-size", "--grammar-backend": "--structured-outputs-config"}.items()},
+        "--disable-cuda-graph": "--enforce-eager", "--tp": "--tensor-parallel-size",
+        "--tp-size": "--tensor-parallel-size", "--dp-size": "--data-parallel-size",
+        "--grammar-backend": "--structured-outputs-config"}.items()},
     **{flag: ("llama.cpp", here) for flag, here in {
         "-m": "--model", "-hf": "--model", "--hf-repo": "--model", "-c": "--max-model-len",
         "--ctx-size": "--max-model-len", "-np": "--max-num-seqs", "--parallel": "--max-num-seqs", "-t": "--num-threads",
@@ -55,7 +56,7 @@ class OptionParser(argparse.ArgumentParser):
     def checked(self, argv: Sequence[str]) -> list[str]:
         """argv with underscores in flags turned into dashes. Exits with 2 at a flag that does not exist: before
         argparse, which would take its value for something else."""
-        words = []
+        words: list[str] = []
         known = self._option_string_actions
         for index, word in enumerate(argv):
             if word == "--":

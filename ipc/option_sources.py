@@ -48,7 +48,8 @@ def read_config_file(path: str, names: Collection[str], groups: Collection[str])
             option = str(name).removeprefix("--").replace("-", "_")
             if option not in names:
                 near = nearest(option, names)
-                raise ConfigError(f"--config {path}: unknown option {name!r}" + (f"; did you mean {near}?" if near else ""))
+                raise ConfigError(f"--config {path}: unknown option {name!r}" +
+                                  (f"; did you mean {near}?" if near else ""))
             if option in flat:
                 raise ConfigError(f"--config {path}: {name!r} is there twice; keep one")
             flat[option] = one

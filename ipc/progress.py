@@ -2,10 +2,10 @@
 
     0         8          16
     | counter | deadline |        counter: changes whenever the process did something
-                                  deadline: monotonic ns until which it may be silent; 0: it waits for work and may sleep
+                                  deadline: monotonic ns until which it may be silent; 0: it waits for work, may sleep
 
-The process that works writes, from its own loop; the supervisor only reads. So "hung" means that the loop itself does not
-turn (a stopped process, an endless kernel), not that some helper thread still answers. Knows no messages.
+The process that works writes, from its own loop; the supervisor only reads. So "hung" means that the loop itself does
+not turn (a stopped process, an endless kernel), not that some helper thread still answers. Knows no messages.
 """
 from __future__ import annotations
 

@@ -79,8 +79,7 @@ class Link(Endpoint):
                 self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:                       # the peer is gone, and with it who would read this
             self.num_unsent += 1
-        first: bytes = frames[0]
-        return first
+        return bytes(frames[0])                 # is bytes already: not copied
 
     def receive(self) -> tuple[Header, Any] | None:
         """The next message, or None when nothing waits."""
@@ -222,8 +221,7 @@ class MemoryLink:
     def send(self, message: Any) -> bytes:
         frames = encode(message, self.epoch)
         self.peer._inbox.append(frames)
-        first: bytes = frames[0]
-        return first
+        return bytes(frames[0])                 # is bytes already: not copied
 
     def receive(self) -> tuple[Header, Any] | None:
         return decode(self._inbox.popleft()) if self._inbox else None

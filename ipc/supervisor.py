@@ -115,7 +115,8 @@ class Supervisor:
             if child.num_blocks:
                 cache = msgspec.structs.replace(cache, num_gpu_blocks_override=child.num_blocks)
             return ConfigWorker(WorkerProcess(
-                rank=child.rank, listen=self._peer(child).address, epoch=child.epoch, model=config.model, cache=cache, max_num_seqs=config.scheduler.max_num_seqs,
+                rank=child.rank, listen=self._peer(child).address, epoch=child.epoch, model=config.model, cache=cache,
+                max_num_seqs=config.scheduler.max_num_seqs,
                 max_num_batched_tokens=config.scheduler.max_num_batched_tokens, device=config.device,
                 attention_backend=config.attention_backend, num_threads=self.num_threads, run_dir=run_dir,
                 log_level=config.log_level))
@@ -192,8 +193,8 @@ class Supervisor:
         """Replace a child that has ended or hangs. The others are told of both, and go on."""
         failure = child.failure or Failure(f"{child.name} ended")
         self.restarts.append(time.monotonic())
-        self.report(child.name, Failure(f"{failure.reason}; restarting it ({len(self.restarts)} of at most {MAX_RESTARTS} "
-                                        f"in {RESTART_WINDOW_S} s)", failure.traceback))
+        self.report(child.name, Failure(f"{failure.reason}; restarting it ({len(self.restarts)} of at most "
+                                        f"{MAX_RESTARTS} in {RESTART_WINDOW_S} s)", failure.traceback))
         rank = child.epoch if child.role == "frontend" else child.rank
         if not child.has_ended():
             child.signal(signal.SIGKILL)
@@ -204,7 +205,8 @@ class Supervisor:
         self._is_told = False
         self._tell(child, PeerDown(child.role, rank, failure.reason))
         self._spawn(child)
-        self._tell(child, PeerUp(child.role, child.epoch if child.role == "frontend" else child.rank, self._peer(child)))
+        rank = child.epoch if child.role == "frontend" else child.rank
+        self._tell(child, PeerUp(child.role, rank, self._peer(child)))
 
     def _tell(self, about: Child, message: PeerDown | PeerUp) -> None:
         for child in self.children:

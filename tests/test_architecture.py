@@ -20,10 +20,12 @@ OURS = {*PACKAGES, "bench", "tests", "launch"}
 HTTP = {"starlette", "uvicorn", "uvloop", "httptools", "h11"}
 ALLOWED: dict[str, set[str]] = {                # besides the standard library and the package itself
     "ipc": {"msgspec", "zmq", "numpy"},
-    "engine_core": {"numpy", "msgspec", "zmq", "ipc"},      # msgspec and zmq: what ipc's messages and sockets are made of
-    "worker": {"torch", "triton", "numpy", "numba", "llvmlite", "safetensors", "llguidance", "tokenizers", "msgspec", "zmq",
+    "engine_core": {"numpy", "msgspec", "zmq", "ipc"},      # what ipc's messages and sockets are made of
+    "worker": {"torch", "triton", "numpy", "numba", "llvmlite", "safetensors", "llguidance", "tokenizers", "msgspec",
+               "zmq",
                "ipc"},
-    "frontend": HTTP | {"tokenizers", "jinja2", "numpy", "prometheus_client", "huggingface_hub", "llguidance", "msgspec",
+    "frontend": HTTP
+    | {"tokenizers", "jinja2", "numpy", "prometheus_client", "huggingface_hub", "llguidance", "msgspec",
                         "zmq", "tqdm", "ipc"},
 }
 # Imported where they are needed only, never when the process starts.
@@ -155,7 +157,8 @@ def test_nothing_can_execute_what_it_loads():
 
 
 @pytest.mark.parametrize("source", [
-    "import pickle", "from marshal import loads", "def f():\n    import dill", "eval('1')", "exec('x')", "__import__('x')",
+    "import pickle", "from marshal import loads", "def f():\n    import dill", "eval('1')", "exec('x')",
+    "__import__('x')",
     "torch.load('x')", "numpy.load('x', allow_pickle=True)", "f(trust_remote_code=False)"])
 def test_the_search_for_unsafe_loaders_finds_them(source):
     assert list(unsafe(ast.parse(source)))
@@ -196,7 +199,8 @@ def config_structs() -> list[type]:
 
 def names_read() -> set[str]:
     """Attributes read anywhere but where options are defined and parsed."""
-    paths = [path for path in files_of(*PACKAGES) if path.relative_to(ROOT).as_posix() not in ("ipc/config.py", "ipc/cli.py")]
+    paths = [path for path in files_of(*PACKAGES)
+             if path.relative_to(ROOT).as_posix() not in ("ipc/config.py", "ipc/cli.py")]
     return {node.attr for path in [*paths, ROOT / "launch.py"] for node in ast.walk(parse(path))
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
 

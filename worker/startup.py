@@ -24,6 +24,7 @@ from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
 from worker.request_state import RequestState
 from worker.sampling import jit_threads, processors
+from worker.sampling.step import PROMPT_SLICE
 from worker.sampling.vocabulary import num_valid_tokens
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def resolve_dtype(option: str, device: str, model_dtype: str) -> tuple[str, str]
 
 def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, dtype: torch.dtype, num_tokens: int,
                  seats: int, device: str) -> Callable[[], object]:
-    """The step that needs most memory: one prompt of the whole budget, logits for every seat, in a pool of its own."""
+    """The step that needs most memory: one prompt of the whole budget, logits for every seat
+    or for a slice of prompt log-probabilities, in a pool of its own."""
     pool = KVPool(backend, -(-num_tokens // block_size), block_size, model.kv_spec(), dtype, device)
     state = RequestState(1, num_tokens, block_size)
     plan = SchedulerOutput(1, 1, new=[NewRow(1, num_tokens, num_tokens, 0, pool.num_blocks, SamplingParams())],
@@ -68,7 +70,7 @@ def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, d
         if batch is None:
             raise RuntimeError("the largest step has no tokens")
         hidden = model(batch.input_ids, batch.positions, pool.caches, batch.meta, backend)
-        return model.compute_logits(hidden[:seats])
+        return model.compute_logits(hidden[:max(seats, PROMPT_SLICE)])
     return run
 
 

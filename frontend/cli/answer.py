@@ -54,7 +54,8 @@ class Answer:
         """One line for people."""
         if not self.first_at:
             return f"waiting for the first token, {time.monotonic() - self.began:.1f} s"
-        parts = [f"{self.num_output_tokens} tokens", f"{self.tokens_per_s:.1f} tok/s", f"TTFT {self.ttft_s * 1000:.0f} ms"]
+        parts = [f"{self.num_output_tokens} tokens", f"{self.tokens_per_s:.1f} tok/s",
+                 f"TTFT {self.ttft_s * 1000:.0f} ms"]
         if self.num_prompt_tokens >= 0:
             cached = f", {self.num_cached_tokens} cached" if self.num_cached_tokens >= 0 else ""
             parts.append(f"prompt {self.num_prompt_tokens}{cached}")

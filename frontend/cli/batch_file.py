@@ -3,8 +3,8 @@
     input   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
     output  {"id": "batch_req_...", "custom_id": "a", "response": {"status_code", "request_id", "body"}, "error": null}
 
-Each output line is written whole and flushed, so a run that was cut off leaves at most one torn last line, which the next
-run removes. Knows no engine.
+Each output line is written whole and flushed, so a run that was cut off leaves at most one torn last line, which the
+next run removes. Knows no engine.
 """
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from frontend.cli.common import UsageError
 
 MAX_LINE_BYTES = 64 << 20
 MAX_SHOWN = 80
+EXAMPLE = '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
 LINE_START = b'{"id":"batch_req_'               # of every line we write; only such a line is ever removed
 
 
@@ -47,7 +48,7 @@ def open_input(path: str) -> BinaryIO:
         copy = tempfile.TemporaryFile()
         shutil.copyfileobj(sys.stdin.buffer, copy)
         copy.seek(0)
-        return copy                              # type: ignore[return-value]
+        return copy
     try:
         return open(path, "rb")
     except OSError as error:
@@ -55,14 +56,14 @@ def open_input(path: str) -> BinaryIO:
 
 
 def check_input(file: BinaryIO) -> int:
-    """The number of requests. Raises UsageError for a line that is none, or an id that is there twice: answers could not
-    be told apart. Bodies and urls are not judged here: a wrong one fails alone, in the output."""
+    """The number of requests. Raises UsageError for a line that is none, or an id that is there twice: answers could
+    not be told apart. Bodies and urls are not judged here: a wrong one fails alone, in the output."""
     ids: set[str] = set()
     file.seek(0)
     for number, request in requests(file):
         if request.custom_id in ids:
-            raise UsageError(f"line {number}: custom_id {request.custom_id[:MAX_SHOWN]!r} was there before; each must be "
-                             "its own")
+            raise UsageError(f"line {number}: custom_id {request.custom_id[:MAX_SHOWN]!r} was there before; each must "
+                             "be its own")
         ids.add(request.custom_id)
     if not ids:
         raise UsageError("the input file has no requests")
@@ -79,8 +80,7 @@ def requests(file: BinaryIO) -> Iterator[tuple[int, BatchRequest]]:
         try:
             request = _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"line {number}: {error}; a line is {{\"custom_id\": ..., \"method\": \"POST\", \"url\": ..., "
-                             "\"body\": {...}}") from None
+            raise UsageError(f"line {number}: {error}; a line is {EXAMPLE}") from None
         yield number, request
 
 

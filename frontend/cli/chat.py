@@ -120,8 +120,8 @@ class Chat:
         if self.answers:
             prompt = sum(max(0, answer.num_prompt_tokens) for answer in self.answers)
             cached = sum(max(0, answer.num_cached_tokens) for answer in self.answers)
-            say(f"  together {sum(a.num_output_tokens for a in self.answers)} tokens; {cached} of {prompt} prompt tokens "
-                f"came from the cache")
+            total = sum(answer.num_output_tokens for answer in self.answers)
+            say(f"  together {total} tokens; {cached} of {prompt} prompt tokens came from the cache")
 
     def save(self, path: str) -> None:
         if not path:
@@ -169,16 +169,16 @@ class Chat:
 def add_sampling_options(group: Any) -> None:
     """Names and values of SamplingParams."""
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: what fits)")
-    group.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token (default: the server's)")
-    group.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this total probability")
+    group.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
+    group.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this total share")
     group.add_argument("--top-k", type=int, metavar="K", help="sample from this many likeliest tokens")
     group.add_argument("--sampling-seed", type=int, metavar="N", help="the same seed gives the same answer")
 
 
 def add_source_options(group: Any) -> None:
     """Where the answers come from."""
-    group.add_argument("--url", help="use this server; without --url and a model, the one at 127.0.0.1:8000 if it answers, "
-                       f"else an engine with {DEMO_ALIAS} is started")
+    group.add_argument("--url", help="use this server. Without --url and a model: the one at 127.0.0.1:8000 if it "
+                       f"answers, else an engine with {DEMO_ALIAS}")
     group.add_argument("--api-key", default="", metavar="KEY", help="of the server (default: THREEFOLD_API_KEY)")
 
 

@@ -48,7 +48,7 @@ def run_command(name: str, command: Callable[[], int | None]) -> int:
         say(f"launch.py {name}: {error}")
         return EXIT_USAGE
     except BrokenPipeError:                      # the reader of our output has left, as `head` does
-        sys.stdout = None                        # type: ignore[assignment]
+        sys.stdout = None
         return EXIT_CLEAN
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -1,4 +1,5 @@
-"""`launch.py complete`: one prompt, from the command line or standard input; the text goes to standard output as it comes.
+"""`launch.py complete`: one prompt, from the command line or standard input; the text goes to standard output as it
+comes.
 
     echo "Once upon a time" | python launch.py complete --model smollm2-135m --max-tokens 50
 """
@@ -19,7 +20,7 @@ def main(argv: list[str]) -> int:
     parser, group = make_command_parser("complete", "Complete one prompt.", takes_model=False)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text; - or nothing: standard input")
     add_source_options(group)
-    group.add_argument("--chat", action="store_true", default=False, help="send it as a message, through the chat template")
+    group.add_argument("--chat", action="store_true", default=False, help="send it as a message (chat template)")
     group.add_argument("--echo", action="store_true", default=False, help="print the prompt in front")
     group.add_argument("--json", action="store_true", default=False, help="print one JSON object with text and figures")
     add_sampling_options(group)

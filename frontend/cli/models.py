@@ -114,12 +114,14 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         if row["missing"]:
             place += f" (incomplete: {row['missing']})"
         parameters = "" if not count else f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
-        print(f"{row['name']:<{width}} {parameters:>10} {weights:>11} {f'{length // 1024}k' if length else '':>8}  {place}")
+        context = f"{length // 1024}k" if length else ""
+        print(f"{row['name']:<{width}} {parameters:>10} {weights:>11} {context:>8}  {place}")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py models", allow_abbrev=False, description="List short names and what "
-                                     "is cached. Any folder, .gguf file or hub id of a supported family works too.")
+    parser = argparse.ArgumentParser(
+        prog="launch.py models", allow_abbrev=False, description="List short names and what is cached. Any folder, "
+        ".gguf file or hub id of a supported family works too.")
     parser.add_argument("--url", help="list what this server serves instead")
     parser.add_argument("--api-key", default="", metavar="KEY", help="of that server")
     parser.add_argument("--cached", action="store_true", help="only what is on this machine")

@@ -2,9 +2,9 @@
 
     python launch.py run-batch -i requests.jsonl -o answers.jsonl --model qwen3-0.6b
 
-Every request passes through the application that also serves HTTP, so a line gets the answer, or the error, that the same
-call to a server would get. Interrupted or ended for whatever reason, the same command goes on where it was: ids that the
-output file answers are skipped. A request that only failed because the engine ended is not answered.
+Every request passes through the application that also serves HTTP, so a line gets the answer, or the error, that the
+same call to a server would get. Interrupted or ended for whatever reason, the same command goes on where it was: ids
+that the output file answers are skipped. A request that only failed because the engine ended is not answered.
 """
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ async def call(app: Application, request: BatchRequest) -> tuple[int, str, bytes
 
     path, _, query = request.url.partition("?")
     await app({"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": request.method.upper(),
-               "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": query.encode(), "root_path": "",
-               "headers": [(b"content-type", b"application/json"), (b"host", b"batch")], "client": ("batch", 0),
+               "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": query.encode(),
+               "root_path": "", "headers": [(b"content-type", b"application/json"), (b"host", b"batch")],
+               "client": ("batch", 0),
                "server": ("batch", 0)}, receive, send)
     return status, request_id, b"".join(parts)
 
@@ -70,10 +71,11 @@ async def call(app: Application, request: BatchRequest) -> tuple[int, str, bytes
 def refusal(request: BatchRequest) -> tuple[int, bytes] | None:
     """Status and body for what a batch cannot do, whatever the application could."""
     if request.method.upper() != "POST":
-        return 400, error_body(400, "BadRequestError", f"method is {request.method[:20]!r}; a batch request is a POST", "method")
+        text = f"method is {request.method[:20]!r}; a batch request is a POST"
+        return 400, error_body(400, "BadRequestError", text, "method")
     if not request.url.startswith("/v1/"):
-        return 404, error_body(404, "NotFoundError", f"url is {request.url[:80]!r}; a batch request goes to a path under "
-                               "/v1, for example /v1/chat/completions", "url")
+        text = f"url is {request.url[:80]!r}; a batch request goes to a path under /v1, say /v1/chat/completions"
+        return 404, error_body(404, "NotFoundError", text, "url")
     if not bytes(request.body).lstrip().startswith(b"{"):
         return 400, error_body(400, "BadRequestError", "body must be a JSON object", "body")
     return None
@@ -150,7 +152,7 @@ async def run(config: EngineConfig, file: BinaryIO, output: Output, num_requests
 def main(argv: list[str]) -> int:
     parser, group = make_command_parser("run-batch", "Answer an OpenAI batch file.")
     group.add_argument("-i", "--input-file", metavar="FILE", help="requests, one JSON object a line; -: standard input")
-    group.add_argument("-o", "--output-file", metavar="FILE", help="answers; requests it has are skipped; -: standard output")
+    group.add_argument("-o", "--output-file", metavar="FILE", help="answers; those it has are kept; -: standard output")
     group.add_argument("--overwrite", action="store_true", default=False, help="start anew instead of going on")
     group.add_argument("--max-concurrency", type=int, metavar="N",
                        help="requests given to the engine at once (default: twice --max-num-seqs)")
@@ -159,7 +161,7 @@ def main(argv: list[str]) -> int:
         model, engine, own = parse_command(parser, argv)
         for name in ("input_file", "output_file"):
             if name not in own:
-                raise UsageError(f"--{name.replace('_', '-')} is missing; for example: -i requests.jsonl -o answers.jsonl")
+                raise UsageError(f"--{name.replace('_', '-')} is missing; try -i requests.jsonl -o answers.jsonl")
         file = open_input(own["input_file"])
         num_requests = check_input(file)
         output = Output(own["output_file"], overwrite=own["overwrite"])

@@ -1,7 +1,7 @@
 """Where a command's answers come from: an OpenAI-compatible server, or an engine of our own. Both give the same pieces.
 
-Calls block, and Ctrl-C (KeyboardInterrupt) may come in any of them: closing the iterator then ends the request and keeps
-the source. Knows no terminal.
+Calls block, and Ctrl-C (KeyboardInterrupt) may come in any of them: closing the iterator then ends the request and
+keeps the source. Knows no terminal.
 """
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class ServerSource:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise StartError(f"--url is {url!r}; write it like {DEFAULT_URL}")
         self._parts, self._root = parts, parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self.where = f"{parts.scheme}://{parts.netloc}"
         try:
             with contextlib.closing(self._connect(timeout_s)) as connection:
@@ -114,7 +116,8 @@ class ServerSource:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if isinstance(error, RequestError):
                     raise
-                raise EngineDeadError(f"the connection to {self.where} broke: {error or type(error).__name__}") from None
+                reason = str(error) or type(error).__name__
+                raise EngineDeadError(f"the connection to {self.where} broke: {reason}") from None
         if not has_end:
             raise EngineDeadError(f"{self.where} ended the stream before the answer was complete")
 
@@ -127,7 +130,8 @@ def read_chunk(event: dict[str, Any]) -> Piece:
     if event.get("error"):
         error = event["error"]
         raise RequestFailedError(str(error.get("message", error)) if isinstance(error, dict) else str(error))
-    choice = next(iter(event.get("choices") or ()), {})
+    choices: list[dict[str, Any]] = event.get("choices") or []
+    choice = choices[0] if choices else {}
     delta = choice.get("delta") or {}
     usage = event.get("usage") or {}
     details = usage.get("prompt_tokens_details") or {}

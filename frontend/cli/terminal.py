@@ -1,4 +1,5 @@
-"""The terminal of the chat: a status line at the bottom while an answer streams, dimmed text, and nothing of it elsewhere.
+"""The terminal of the chat: a status line at the bottom while an answer streams, dimmed text, and nothing of it
+elsewhere.
 
 The status line is outside the scrolling region (DECSTBM), so streamed text never mixes with it. Off a terminal, or with
 TERM=dumb, every call but `text` does nothing. Knows no models.

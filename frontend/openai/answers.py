@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import msgspec
 
+from frontend.openai.logprobs import ChatLogprobs, CompletionLogprobs
+
 
 class PromptTokensDetails(msgspec.Struct):
     """Where prompt tokens came from."""
@@ -30,7 +32,7 @@ class ChatChoice(msgspec.Struct):
     message: AnswerMessage
     finish_reason: str
     stop_reason: int | str | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class CompletionChoice(msgspec.Struct):
@@ -39,7 +41,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     finish_reason: str
     stop_reason: int | str | None = None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class ChatResponse(msgspec.Struct):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 
 import msgspec
 from starlette.datastructures import State
@@ -16,18 +16,25 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from frontend.openai import models
+from frontend.openai import anthropic, control, models, pages, responses, tokenize
+from frontend.openai.answers import ChatResponse, CompletionResponse
+from frontend.openai.auth import Access, Keys
 from frontend.openai.chat import create_chat_completion
 from frontend.openai.completions import create_completion
+from frontend.openai.cors import Cors
+from frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse, create_embeddings
 from frontend.openai.engine import EngineLike as EngineLike
 from frontend.openai.errors import ClientDisconnectedError, MethodNotAllowedError, RouteNotFoundError, describe
 from frontend.openai.exchange import Exchange
 from frontend.openai.limits import Limits
+from frontend.openai.openapi import openapi_handler
+from frontend.openai.protocol import ChatRequest, CompletionRequest
+from frontend.openai.response_store import ResponseStore
+from frontend.openai.routes import Row, make_route
+from ipc.config import FrontendSection
 from ipc.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
-
-Handler = Callable[[Exchange, EngineLike], Awaitable[None]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,27 +47,31 @@ class Counters:
     num_server_errors: int = 0                  # 5xx, and errors inside a started stream
 
 
-class Endpoint:
-    """A handler as an ASGI application, which is how the router leaves receive and send alone."""
+class VersionAnswer(msgspec.Struct):
+    """The answer of GET /version."""
+    version: str
 
-    def __init__(self, handler: Handler, engine: EngineLike) -> None:
-        self._handler = handler
-        self._engine = engine
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(scope["exchange"], self._engine)
+class LoadAnswer(msgspec.Struct):
+    """The answer of GET /load. `server_load`, vLLM's name: HTTP requests being served, this one not counted."""
+    server_load: int
+    num_running: int
+    num_waiting: int
+    is_paused: bool
 
 
 class OpenAIApp:
     """The application. `state.counters` and `state.engine` are for metrics and tests."""
 
-    def __init__(self, engine: EngineLike, routes: list[Route], limits: Limits) -> None:
+    def __init__(self, engine: EngineLike, routes: list[Route], limits: Limits, counters: Counters,
+                 cors: Cors) -> None:
         self.state = State()
         self.state.engine = engine
-        self.state.counters = Counters()
+        self.state.counters = counters
         self.limits = limits
         self.router = Router(routes, redirect_slashes=False)
-        self._counters: Counters = self.state.counters
+        self._counters = counters
+        self._cors = cors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Every failure becomes one error body, in or before the stream."""
@@ -73,7 +84,11 @@ class OpenAIApp:
         self._counters.num_active += 1
         try:
             exchange.check_headers()
-            await self.router(scope, receive, send)
+            is_allowed = self._cors.apply(exchange)
+            if self._cors.is_preflight(exchange):
+                await self._cors.answer_preflight(exchange, is_allowed)
+            else:
+                await self.router(scope, receive, send)
         except ClientDisconnectedError:
             self._counters.num_client_disconnects += 1
             logger.info("%s: client disconnected after %.2f s; %s %s is aborted", exchange.request_id,
@@ -105,22 +120,56 @@ def _routing_error(exc: HTTPException, scope: Scope) -> Exception:
 
 
 def build_app(engine: EngineLike, *, version: str = "0.1.0", limits: Limits | None = None,
-              extra_routes: list[Route] | None = None) -> OpenAIApp:
-    """The application for one engine, which may still be starting."""
-    version_body = msgspec.json.encode({"version": version})
+              extra_rows: Sequence[Row] = (), section: FrontendSection | None = None) -> OpenAIApp:
+    """The application for one engine, which may still be starting. `section`: who may call it."""
+    section = section or FrontendSection()
+    keys = Keys(section.api_keys, section.admin_api_keys)
+    counters = Counters()
+    rows = [*api_rows(version, counters), *extra_rows]
+    rows.append(Row(("GET",), "/openapi.json", openapi_handler(rows, version), "this API, described"))
+    return OpenAIApp(engine, [make_route(row, engine, keys) for row in rows], limits or Limits(), counters,
+                     Cors(section))
+
+
+def api_rows(version: str, counters: Counters) -> list[Row]:
+    """Every route but /openapi.json, which describes them."""
+    version_body = msgspec.json.encode(VersionAnswer(version))
+    store = ResponseStore()
 
     async def get_version(exchange: Exchange, _: EngineLike) -> None:
         await exchange.reply(200, version_body)
 
-    table: list[tuple[list[str], str, Handler]] = [
-        (["POST"], "/v1/chat/completions", create_chat_completion),
-        (["POST"], "/v1/completions", create_completion),
-        (["GET"], "/v1/models", models.list_models),
-        (["GET"], "/v1/models/{model_id:path}", models.get_model),
-        (["GET"], "/health", models.health),
-        (["GET", "POST"], "/ping", models.health),
-        (["GET"], "/ready", models.ready),
-        (["GET"], "/version", get_version),
+    async def get_load(exchange: Exchange, engine: EngineLike) -> None:
+        status = engine.status()
+        await exchange.reply(200, msgspec.json.encode(LoadAnswer(
+            counters.num_active - 1, status.get("num_running", 0), status.get("num_waiting", 0), engine.is_paused)))
+
+    get, post, opened, admin = ("GET",), ("POST",), Access.OPEN, Access.ADMIN
+    return [
+        Row(post, "/v1/chat/completions", create_chat_completion, "answer a conversation", request=ChatRequest,
+            answer=ChatResponse, streams=True),
+        Row(post, "/v1/completions", create_completion, "continue a text", request=CompletionRequest,
+            answer=CompletionResponse, streams=True),
+        Row(post, "/v1/embeddings", create_embeddings, "texts to vectors", request=EmbeddingRequest,
+            answer=EmbeddingResponse),
+        *responses.rows(store),
+        *anthropic.rows(),
+        Row(get, "/v1/models", models.list_models, "the served model", answer=models.ModelList),
+        Row(get, "/v1/models/{model_id:path}", models.get_model, "one model", answer=models.ModelCard),
+        Row(post, "/tokenize", tokenize.tokenize, "text or a conversation to token ids",
+            request=tokenize.TokenizeRequest, answer=tokenize.TokenizeAnswer),
+        Row(post, "/detokenize", tokenize.detokenize, "token ids to text", request=tokenize.DetokenizeRequest,
+            answer=tokenize.DetokenizeAnswer),
+        Row(get, "/health", models.health, "503 once the engine is dead", opened),
+        Row(("GET", "POST"), "/ping", models.health, "the same", opened),
+        Row(get, "/ready", models.ready, "200 when requests are served", opened),
+        Row(get, "/version", get_version, "of this server", answer=VersionAnswer),
+        Row(get, "/load", get_load, "requests now", answer=LoadAnswer),
+        Row(post, "/reset_prefix_cache", control.reset_prefix_cache, "reuse nothing computed until now", admin,
+            answer=control.ControlAnswer),
+        Row(post, "/pause", control.pause, "let new requests wait", admin, answer=control.ControlAnswer),
+        Row(post, "/resume", control.resume, "let them go on", admin, answer=control.ControlAnswer),
+        Row(get, "/is_paused", control.get_paused, "whether new requests wait", admin, answer=control.ControlAnswer),
+        Row(get, "/", pages.page("index.html"), "chat in a browser", opened),
+        Row(get, "/docs", pages.page("docs.html"), "this API, to read", opened),
     ]
-    routes = [Route(path, Endpoint(handler, engine), methods=methods) for methods, path, handler in table]
-    return OpenAIApp(engine, routes + (extra_routes or []), limits or Limits())

@@ -15,7 +15,9 @@ from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
 from frontend.openai.generation import check_engine, check_model, collect_answer, make_head, stream_answer
 from frontend.openai.limits import check_choices
+from frontend.openai.logprobs import ChatLogprobs, ChoiceLogprobs, encode_logprobs
 from frontend.openai.protocol import ChatRequest, sampling_params
+from frontend.outputs import CompletionOutput
 from ipc.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -39,32 +41,48 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
     stream = engine.generate(prompt, params, request_id=head.id, priority=request.priority or 0,
                              cache_salt=exchange.cache_salt(request.cache_salt),
                              output_kind="delta" if request.stream else "final", add_special_tokens=False)
+    writers = [ChoiceLogprobs(engine.tokenizer, request.top_logprobs or 0, params.skip_special_tokens)
+               for _ in range(n if request.logprobs else 0)]
     if request.stream:
-        await stream_answer(exchange, request, head, True, [stream], n)
+        await stream_answer(exchange, request, head, True, [stream], n, (
+            lambda index, choice: encode_logprobs(_chat_logprobs(writers[index], choice))) if writers else None)
         return
     choices, usage = await collect_answer(exchange, [stream], n)
     answer = ChatResponse(head.id, head.created, head.model, head.fingerprint, [
-        ChatChoice(index, AnswerMessage("assistant", choice.text), reason, choice.stop_reason)
+        ChatChoice(index, AnswerMessage("assistant", choice.text), reason, choice.stop_reason,
+                   _chat_logprobs(writers[index], choice) if writers else None)
         for index, (choice, reason) in enumerate(choices)], usage)
     await exchange.reply(200, msgspec.json.encode(answer))
 
 
+def _chat_logprobs(writer: ChoiceLogprobs, choice: CompletionOutput) -> ChatLogprobs:
+    is_stop_token = choice.finish_reason == "stop" and isinstance(choice.stop_reason, int)
+    return writer.chat(choice.token_ids, list(choice.logprobs or ()), choice.token_ids[-1] if is_stop_token else None)
+
+
 async def _render(engine: EngineLike, request: ChatRequest, body_bytes: int) -> bytes:
     """Token ids of the prompt. Raises RequestError."""
-    continues = bool(request.continue_final_message)
+    return await render(engine, checked_messages(request.messages), body_bytes,
+                        add_generation_prompt=request.add_generation_prompt,
+                        continue_final_message=bool(request.continue_final_message),
+                        chat_template_kwargs=request.chat_template_kwargs)
+
+
+async def render(engine: EngineLike, messages: list[dict[str, Any]], body_bytes: int, *,
+                 add_generation_prompt: bool | None = None, continue_final_message: bool = False,
+                 chat_template_kwargs: dict[str, Any] | None = None) -> bytes:
+    """Token ids of a conversation, made in a thread when it is long. Raises RequestError."""
     options: dict[str, Any] = {
-        "add_generation_prompt": not continues if request.add_generation_prompt is None
-        else request.add_generation_prompt,
-        "continue_final_message": continues,
-        "chat_template_kwargs": request.chat_template_kwargs,
+        "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "chat_template_kwargs": chat_template_kwargs,
     }
-    messages = _checked_messages(request.messages)
     if body_bytes > THREAD_BODY_BYTES:
         return await asyncio.to_thread(engine.render_chat, messages, **options)
     return engine.render_chat(messages, **options)
 
 
-def _checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with roles that templates know: "developer" is OpenAI's newer word for "system"."""
     if not messages:
         raise RequestError("messages is empty; send at least one message", "messages")

@@ -49,7 +49,8 @@ class AnthropicErrorBody(msgspec.Struct, frozen=True):
 
 def _anthropic_body(info: ErrorInfo) -> bytes:
     default = "invalid_request_error" if info.code < 500 else "api_error"
-    return msgspec.json.encode(AnthropicErrorBody(AnthropicError(ANTHROPIC_TYPES.get(info.code, default), info.message)))
+    kind = ANTHROPIC_TYPES.get(info.code, default)
+    return msgspec.json.encode(AnthropicErrorBody(AnthropicError(kind, info.message)))
 
 
 def _anthropic_events(info: ErrorInfo) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from frontend.outputs import OutputKind, RequestOutput
+from frontend.outputs import OutputKind, PoolingRequestOutput, RequestOutput
 from ipc.sampling_params import SamplingParams
 
 
@@ -17,6 +17,11 @@ class TokenizerLike(Protocol):
     def encode(self, text: str, add_special_tokens: bool) -> bytes: ...
 
     def decode(self, token_ids: Sequence[int] | bytes, skip_special_tokens: bool = True) -> str: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
 
     def id_to_token(self, token_id: int) -> str | None: ...
 
@@ -39,6 +44,10 @@ class EngineLike(Protocol):
     def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams, *,
                  request_id: str | None = None, output_kind: OutputKind = "cumulative", priority: int = 0,
                  add_special_tokens: bool = True, cache_salt: str = "") -> AsyncGenerator[RequestOutput, None]: ...
+
+    async def encode(self, prompt: str | list[int] | bytes, *, pooling: str = "last", normalize: bool = True,
+                     request_id: str | None = None, priority: int = 0, add_special_tokens: bool = True,
+                     cache_salt: str = "") -> PoolingRequestOutput: ...
 
     def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = True, continue_final_message: bool = False,

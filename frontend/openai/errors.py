@@ -19,6 +19,10 @@ class RouteNotFoundError(RequestError):
     """No such path."""
 
 
+class ResponseNotFoundError(RequestError):
+    """No stored response of this caller has that id."""
+
+
 class MethodNotAllowedError(RequestError):
     """The path exists, the method does not."""
 
@@ -56,6 +60,7 @@ STATUS_AND_TYPE: dict[type[BaseException], tuple[int, str]] = {
     UnauthorizedError: (401, "AuthenticationError"),
     ModelNotFoundError: (404, "NotFoundError"),
     RouteNotFoundError: (404, "NotFoundError"),
+    ResponseNotFoundError: (404, "NotFoundError"),
     MethodNotAllowedError: (405, "MethodNotAllowedError"),
     BodyTooLargeError: (413, "PayloadTooLargeError"),
     UnsupportedMediaTypeError: (415, "UnsupportedMediaTypeError"),

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
@@ -24,6 +24,7 @@ from frontend.outputs import FINISH_ABORT, FINISH_ERROR, CompletionOutput, Reque
 from ipc.errors import EngineDeadError, ModelNotFoundError, RequestFailedError
 
 OutputStream = AsyncGenerator[RequestOutput, None]
+LogprobsOf = Callable[[int, CompletionOutput], bytes]   # (choice of the answer, its new tokens) -> JSON
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ async def merge(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, Re
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _checked_finish(choice: CompletionOutput) -> str:
+def checked_finish(choice: CompletionOutput) -> str:
     """Its finish_reason, if that is one a caller may see."""
     reason = choice.finish_reason
     if reason is None or reason in (FINISH_ABORT, FINISH_ERROR):
@@ -129,7 +130,7 @@ def _checked_finish(choice: CompletionOutput) -> str:
 
 
 async def stream_answer(exchange: Exchange, request: GenerationRequest, head: AnswerHead, is_chat: bool,
-                        streams: Sequence[OutputStream], n: int) -> None:
+                        streams: Sequence[OutputStream], n: int, logprobs: LogprobsOf | None = None) -> None:
     """Send the whole event stream. Nothing is sent before the engine has accepted the request, so that its refusals
     still have their status code."""
     options = request.stream_options
@@ -150,11 +151,12 @@ async def stream_answer(exchange: Exchange, request: GenerationRequest, head: An
                 awaiting_role = False
             for choice in output.outputs:
                 index = prompt_index * n + choice.index
+                told = None if logprobs is None or not choice.token_ids else logprobs(index, choice)
                 if choice.finish_reason is not None:
-                    reason = _checked_finish(choice)
-                    data += encoder.finish(index, choice.text, reason, choice.stop_reason, usage)
-                elif choice.text:
-                    data += encoder.text(index, choice.text, usage)
+                    reason = checked_finish(choice)
+                    data += encoder.finish(index, choice.text, reason, choice.stop_reason, usage, told)
+                elif choice.text or told is not None:
+                    data += encoder.text(index, choice.text, usage, told)
             if data:
                 await exchange.write(data)
         end = encoder.usage(counter.json()) if include_usage else b""
@@ -173,4 +175,4 @@ async def collect_answer(exchange: Exchange, streams: Sequence[OutputStream], n:
                 choices[prompt_index * n + choice.index] = choice
     if len(choices) != n * len(streams):
         raise RuntimeError(f"{len(choices)} choices came from the engine, {n * len(streams)} were asked for")
-    return [(choices[index], _checked_finish(choices[index])) for index in sorted(choices)], counter.usage()
+    return [(choices[index], checked_finish(choices[index])) for index in sorted(choices)], counter.usage()

@@ -43,6 +43,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None  # by token id
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logits_processors: list[str] | None = None  # names that the server knows
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None                 # lower runs first
@@ -66,12 +74,16 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None             # needs logprobs
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions. `prompt`: a string, strings, token ids, or lists of token ids."""
     prompt: msgspec.Raw
     add_special_tokens: bool | None = None
+    logprobs: int | None = None
+    echo: bool | None = None                    # the prompt, and its log-probabilities, come first
 
 
 # Documented by OpenAI or vLLM, not supported yet: the values besides null that ask for nothing. Anything else is a 400
@@ -255,9 +267,23 @@ def sampling_params(request: GenerationRequest, default_max_tokens: int | None) 
     source = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(request, source)
     given["max_tokens"] = default_max_tokens if max_tokens is None else max_tokens
+    renamed = {"max_tokens": source}
+    if isinstance(request, ChatRequest):
+        renamed["logprobs"] = "top_logprobs"
+        if request.top_logprobs and not request.logprobs:
+            raise RequestError(f"top_logprobs is {request.top_logprobs} but logprobs is not true; add \"logprobs\": true",
+                               "top_logprobs")
+        given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    elif isinstance(request, CompletionRequest):
+        given["logprobs"] = request.logprobs
+        if request.echo:
+            given["prompt_logprobs"] = request.logprobs
+            if max_tokens == 0:                 # one is made, and dropped
+                given["max_tokens"] = 1
     try:
         return SamplingParams(**given)
     except RequestError as exc:
-        if exc.param != "max_tokens":
+        theirs = renamed.get(exc.param or "", exc.param)
+        if theirs == exc.param or exc.param is None:
             raise
-        raise RequestError(str(exc).replace("max_tokens", source, 1), source) from None
+        raise RequestError(str(exc).replace(exc.param, theirs or "", 1), theirs) from None

@@ -45,9 +45,9 @@ class ChunkEncoder:
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._is_chat = kind == "chat"
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._after_text = b',"logprobs":null,"finish_reason":null}'
-        if self._is_chat:
-            self._after_text = b"}" + self._after_text
+        self._before_logprobs = b'},"logprobs":' if self._is_chat else b',"logprobs":'
+        self._after_logprobs = b',"finish_reason":null}'
+        self._after_text = self._before_logprobs + b"null" + self._after_logprobs
         self._text_end = self._after_text + self._tail
         self._prefixes: dict[int, bytes] = {}
 
@@ -64,21 +64,24 @@ class ChunkEncoder:
         return (self._head + b'{"index":%d,"delta":{"role":"assistant","content":""' % index + self._after_text
                 + self._close(usage))
 
-    def text(self, index: int, text: str, usage: bytes | None = None) -> bytes:
-        """New text of a running choice: the hot path."""
+    def text(self, index: int, text: str, usage: bytes | None = None, logprobs: bytes | None = None) -> bytes:
+        """New text of a running choice: the hot path. `logprobs` is JSON."""
         prefix = self._prefixes.get(index) or self._prefix(index)
+        if logprobs is not None:
+            return (prefix + json_text(text) + self._before_logprobs + logprobs + self._after_logprobs
+                    + self._close(usage))
         if usage is None:
             return prefix + json_text(text) + self._text_end
         return prefix + json_text(text) + self._after_text + self._close(usage)
 
     def finish(self, index: int, text: str, finish_reason: str, stop_reason: int | str | None,
-               usage: bytes | None = None) -> bytes:
+               usage: bytes | None = None, logprobs: bytes | None = None) -> bytes:
         """The last chunk of a choice, with the text that was left."""
         if self._is_chat:
             news = b'"delta":{"content":' + json_text(text) + b"}" if text else b'"delta":{}'
         else:
             news = b'"text":' + json_text(text)
-        return (self._head + b'{"index":%d,' % index + news + b',"logprobs":null,"finish_reason":'
+        return (self._head + b'{"index":%d,' % index + news + b',"logprobs":' + (logprobs or b"null") + b',"finish_reason":'
                 + _encode(finish_reason) + b',"stop_reason":' + _encode(stop_reason) + b"}" + self._close(usage))
 
     def usage(self, usage: bytes) -> bytes:

@@ -265,3 +265,48 @@ def test_percentiles_interpolate_and_refuse_nothing() -> None:
     assert summary([]) == {"mean": None, "p50": None, "p90": None, "p99": None}
     with pytest.raises(ValueError, match="no values"):
         percentile([], 50)
+
+
+def test_options_of_other_benchmarks_mean_the_same() -> None:
+    ours = parse_args(["--prompt-tokens", "64", "--output-tokens", "32", "--num-requests", "5", "--concurrency", "4"])
+    theirs = parse_args("--backend vllm --dataset-name random --random-input-len 64 --random-output-len 32 "
+                        "--num-prompts 5 --max-concurrency 4 --endpoint /v1/completions --host 127.0.0.1 --port 8000 "
+                        "--request-rate inf --ignore-eos".split())
+    theirs.backend, theirs.ignore_eos = ours.backend, ours.ignore_eos
+    assert theirs == ours
+    chat = parse_args("--backend openai-chat --random-input-len 100 --random-range-ratio 0.5 --save-result".split())
+    assert (chat.endpoint, chat.prompt_tokens, chat.json) == ("chat", (50, 150), "bench-serve.json")
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    (["--plot", "x.png"], "name several"), (["--endpoint", "/v1/embeddings"], "is not completions, chat"),
+    (["--random-range-ratio", "1"], "allowed is 0 to below 1"), (["--concurrency", "1,0"], "0 is below 1")])
+def test_options_that_make_no_sense_exit_with_two(options: list[str], text: str,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        parse_args(options)
+    assert error.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_several_concurrencies_are_several_runs_compared_and_drawn(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    pytest.importorskip("matplotlib")
+    server = serve(completion)
+    old, png = tmp_path / "old.json", tmp_path / "load.png"
+    code, first, _ = run(server, capsys, "--concurrency", "1,3", "--json", str(old))
+    assert code == 0 and [r["load"]["concurrency"] for r in first["runs"]] == [1, 3]
+    assert (first["successful_requests"], first["failed_requests"]) == (10, 0)
+    code, second, text = run(server, capsys, "--concurrency", "1,3", "--compare", str(old), "--plot", str(png))
+    assert code == 0 and png.read_bytes().startswith(b"\x89PNG") and "Compared, concurrency 3" in text
+    assert {row["concurrency"] for row in second["compare"]["rows"]} == {1, 3}
+    assert all(row["verdict"] in ("same", "better", "worse") for row in second["compare"]["rows"])
+    prompts = [tuple(body["prompt"]) for body in server.bodies if len(body["prompt"]) == 16 and body["max_tokens"] == 6]
+    assert len(set(prompts[:10])) >= 10 or len(set(prompts)) >= 10    # a second load repeats no prompt of the first
+
+
+def test_an_old_result_that_cannot_be_read_stops_before_the_load(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve(completion)
+    assert main(["--base-url", server.url, "--compare", "/nowhere.json"]) == 2 and server.bodies == []

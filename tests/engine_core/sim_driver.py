@@ -1,9 +1,9 @@
-"""Drives a real EngineCore against bench.sim_worker through the codec, at random: sizes, policies, modes, aborts, resets,
-failed steps, lost workers, values that are not finite, late results.
+"""Drives a real EngineCore against bench.sim_worker through the codec, at random: sizes, policies, modes, aborts,
+resets, failed steps, lost workers, values that are not finite, late results.
 
 Everything is drawn from one seed, and every failure names it. What is checked: no slot is read that does not hold the
-request's own history; every request ends once, with exactly the tokens it has alone; core and worker agree about the rows of
-every plan; budget, seats and all invariants hold after every step; idle means every block is free.
+request's own history; every request ends once, with exactly the tokens it has alone; core and worker agree about the
+rows of every plan; budget, seats and all invariants hold after every step; idle means every block is free.
 """
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def test_a_salt_cannot_imitate_a_lora_key():
     assert len(set(roots)) == len(roots)
 
 
-FIELDS = st.tuples(st.integers(0, 300), st.text(max_size=6), st.text(max_size=6), st.lists(st.binary(max_size=6), max_size=2))
+FIELDS = st.tuples(st.integers(0, 300), st.text(max_size=6), st.text(max_size=6),
+                   st.lists(st.binary(max_size=6), max_size=2))
 
 
 @given(FIELDS, FIELDS)

@@ -1,5 +1,5 @@
-"""EngineCore: messages of frontends, the window of plans, outputs per frontend, commands, and errors that stay with their
-request."""
+"""EngineCore: messages of frontends, the window of plans, outputs per frontend, commands, and errors that stay with
+their request."""
 from __future__ import annotations
 
 import subprocess
@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ipc.errors import INVALID
+from ipc.errors import INVALID, OVERLOADED
 from ipc.messages import (FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, STAMPS, Abort, AddRequest, Command, EngineReady,
                           ModelRunnerOutput)
 from ipc.sampling_params import SamplingParams
@@ -92,6 +92,69 @@ def test_a_message_that_is_not_for_the_core_is_dropped(caplog):
     engine = Engine()
     assert engine.core.handle(3, EngineReady(1, 1, 1, 1, [], 1, "", "")) is None
     assert "frontend 3 sent a EngineReady" in caplog.text
+
+
+def choices_message(request_id: int, count: int, **options) -> AddRequest:
+    return msgspec.structs.replace(add_message(request_id, [5] * 9, **options), num_choices=count)
+
+
+def test_choices_have_consecutive_ids_and_share_their_prompt():
+    engine = Engine()
+    engine.core.handle(0, over_the_wire(choices_message(7, 3)))
+    plan = engine.step()
+    assert [(new.request_id, new.choice, new.num_computed_tokens)
+            for new in plan.new] == [(7, 0, 0), (8, 1, 8), (9, 2, 8)]
+    engine.run()
+    assert sorted(engine.ends) == [7, 8, 9]
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("count, text", [(0, "n is 0; allowed are 1 to 128"), (129, "n is 129"), (1 << 60, "n is")])
+def test_a_bad_number_of_choices_is_refused(count, text):
+    engine = Engine()
+    engine.core.handle(0, choices_message(1, count))
+    engine.take()
+    assert all(text in end.message for end in engine.ends.values()) and not engine.core.requests
+
+
+def test_all_choices_are_accepted_or_none():
+    engine = Engine()
+    engine.add(8, [1, 2])
+    engine.core.handle(0, choices_message(7, 2))        # 8 is taken
+    engine.take()
+    assert engine.ends[7].error_code == INVALID and list(engine.core.requests) == [8]
+    small = Engine(num_blocks=2)
+    small.core.handle(0, choices_message(1, 3))         # the prompt can never fit
+    small.take()
+    assert sorted(small.ends) == [1, 2, 3] and not small.core.requests
+    small.assert_idle()
+
+
+def test_a_full_queue_refuses_with_the_numbers_and_keeps_nothing():
+    engine = Engine(max_num_queued_reqs=2)
+    engine.add(1, [1])
+    engine.core.handle(0, choices_message(10, 2))
+    engine.take()
+    assert {engine.ends[i].error_code for i in (10, 11)} == {OVERLOADED}
+    assert "1 requests wait and at most 2 may; try again" in engine.ends[10].message
+    engine.add(2, [1])
+    engine.step()                               # both run: the queue is empty again
+    engine.core.handle(0, choices_message(20, 2))
+    engine.run()
+    assert engine.ends[20].reason == engine.ends[21].reason == FINISH_LENGTH
+    engine.assert_idle()
+
+
+def test_a_queue_may_be_bounded_by_tokens():
+    engine = Engine(max_num_queued_tokens=10)
+    engine.add(1, [1] * 6)
+    engine.add(2, [1] * 5)
+    engine.take()
+    assert "6 tokens wait, the request has 5 and at most 10 may wait" in engine.ends[2].message
+    engine.add(3, [1] * 4)
+    engine.run()
+    assert engine.ends[1].reason == engine.ends[3].reason == FINISH_LENGTH
+    engine.assert_idle()
 
 
 # ---------------------------------------------------------------- the window
@@ -179,10 +242,12 @@ def test_each_frontend_receives_its_own_tokens():
     assert plan.num_rows == 2
     engine.core.commit(engine.result(), 9)
     found = dict(engine.core.take_outputs(10))
-    assert {number: unpack(outputs.request_ids, np.int64) for number, outputs in found.items()} == {0: [1], 1: [NUMBER + 1]}
+    assert {number: unpack(outputs.request_ids, np.int64) for number, outputs in found.items()} == {0: [1],
+                                                                                                    1: [NUMBER + 1]}
     assert [news.request_id for news in found[1].admitted] == [NUMBER + 1]
     assert found[0].step == 1 and found[0].num_running == 2 and len(unpack(found[0].stamps, np.int64)) == len(STAMPS)
-    assert unpack(found[0].stamps, np.int64)[-2:] == [9, 10]
+    stamps = dict(zip(STAMPS, unpack(found[0].stamps, np.int64)))
+    assert (stamps["commit_begin"], stamps["commit_end"], stamps["step"], stamps["num_rows"]) == (9, 10, 1, 2)
 
 
 def test_outputs_of_a_slow_frontend_join_until_it_takes_them():
@@ -192,7 +257,8 @@ def test_outputs_of_a_slow_frontend_join_until_it_takes_them():
         engine.plan()
         engine.core.commit(engine.result())
     ((number, outputs),) = engine.core.take_outputs(0)
-    assert number == 0 and unpack(outputs.request_ids, np.int64) == [1, 1, 1] and unpack(outputs.output_index) == [0, 1, 2]
+    assert number == 0 and unpack(outputs.request_ids, np.int64) == [1, 1, 1] and unpack(outputs.output_index) == [0, 1,
+                                                                                                                   2]
     assert len(outputs.finished) == 1
     assert len(engine.core.take_outputs(0)) == 1        # not taken yet
     engine.core.outbox.sent(0)
@@ -252,7 +318,8 @@ def test_stats_are_totals():
     engine.run()
     result, error = command(engine, "stats")
     assert not error
-    assert (result["num_steps"], result["num_finished"], result["num_free_blocks"], result["num_blocks"]) == (2, 1, 16, 16)
+    assert (result["num_steps"], result["num_finished"], result["num_free_blocks"], result["num_blocks"]) == (2, 1, 16,
+                                                                                                              16)
 
 
 def test_the_cache_is_reset_by_command():

@@ -1,5 +1,5 @@
-"""Failed steps and lost workers: what was promised is taken back exactly, the guilty end, everybody else goes on with the
-right tokens."""
+"""Failed steps and lost workers: what was promised is taken back exactly, the guilty end, everybody else goes on with
+the right tokens."""
 from __future__ import annotations
 
 import pytest

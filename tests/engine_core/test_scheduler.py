@@ -470,7 +470,8 @@ def test_choices_of_one_prompt_share_its_blocks_and_end_apart():
     for choice in range(3):
         engine.add(10 + choice, prompt(9), choice=choice, max_tokens=2 + choice)
     plan = engine.step()
-    assert [(new.request_id, new.choice, new.num_computed_tokens) for new in plan.new] == [(10, 0, 0), (11, 1, 8), (12, 2, 8)]
+    assert [(new.request_id, new.choice, new.num_computed_tokens)
+            for new in plan.new] == [(10, 0, 0), (11, 1, 8), (12, 2, 8)]
     engine.run()
     assert [len(engine.tokens[i]) for i in (10, 11, 12)] == [2, 3, 4]
     engine.assert_idle()

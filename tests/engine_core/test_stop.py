@@ -72,7 +72,8 @@ def test_a_subset_of_rows_is_named_by_row_and_not_by_place():
     for i in range(3):
         rows.append(make_request(i, [1], stop_token_ids=[2], ignore_eos=False), (0, i), 0, 4)
         rows.limit[i] = 100
-    assert checker.check_rows(rows, np.array([2, 0]), np.array([2, EOS])) == [(2, FINISH_STOP, 2), (0, FINISH_STOP, EOS)]
+    assert checker.check_rows(rows, np.array([2, 0]),
+                              np.array([2, EOS])) == [(2, FINISH_STOP, 2), (0, FINISH_STOP, EOS)]
 
 
 # ---------------------------------------------------------------- in an engine

@@ -1,4 +1,4 @@
-"""Entering results: columns when nothing moved, row by row when something did, and results that do not fit their plan."""
+"""Entering results: columns when nothing moved, row by row when something did, and results that do not fit a plan."""
 from __future__ import annotations
 
 import pytest

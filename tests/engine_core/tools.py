@@ -34,7 +34,8 @@ class Engine:
     """Core and worker in one process. Synchronous, no partial blocks, unless told otherwise; what it sent to frontend 0
     is in `tokens` and `ends`."""
 
-    def __init__(self, num_blocks: int = 16, block_size: int = 4, *, num_host_blocks: int = 0, max_model_len: int = 1000,
+    def __init__(self, num_blocks: int = 16, block_size: int = 4, *, num_host_blocks: int = 0,
+                 max_model_len: int = 1000,
                  eos: tuple[int, ...] = (), caching: bool = True, partial: bool = False, **scheduler: Any) -> None:
         scheduler = {"async_scheduling": False, **scheduler}
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching, swap_space=1,

@@ -1,6 +1,6 @@
-"""Core and worker in one process, joined by the codec: five requests of different lengths, two of which share two blocks,
-in four configurations that stress the scheduler, in both loops, on both attention backends. Every greedy output equals the
-request alone, and idle means every block is free. Through real processes: test_milestone_processes.py.
+"""Core and worker in one process, joined by the codec: five requests of different lengths, two of which share two
+blocks, in four configurations that stress the scheduler, in both loops, on both attention backends. Every greedy output
+equals the request alone, and idle means every block is free. Through real processes: test_milestone_processes.py.
 """
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from worker.models.loader import load_model
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 64
 SHARED = [3, 1, 4, 1, 5, 9, 2, 6]               # two full blocks
-PROMPTS = {1: [7, 7, 8], 2: [*SHARED, 40, 41, 42], 3: [(11 * i) % VOCAB for i in range(17)], 4: [*SHARED, 33], 5: [2] * 6}
+PROMPTS = {1: [7, 7, 8], 2: [*SHARED, 40, 41, 42], 3: [(11 * i) % VOCAB for i in range(17)], 4: [*SHARED, 33],
+           5: [2] * 6}
 MAX_TOKENS = {1: 24, 2: 14, 3: 11, 4: 19, 5: 8}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "small-chunks-and-budget": dict(num_blocks=64, max_num_batched_tokens=7, long_prefill_token_threshold=3),
@@ -52,7 +53,8 @@ def tiny_model() -> FlatModel:
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=10000.0,
         rope_scaling=None, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False, attention_bias=False,
         qk_norm=False, eos_token_ids=[], bos_token_id=None, dtype="float32")
-    model = load_model(ModelFiles(kind="dummy", path="", config=config, served_name="tiny"), dtype="float32", device="cpu",
+    model = load_model(ModelFiles(kind="dummy", path="", config=config, served_name="tiny"), dtype="float32",
+                       device="cpu",
                        seed=3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -117,7 +119,8 @@ def test_requests_that_come_while_others_run_equal_the_requests_alone(is_async):
         if engine.in_flight:
             engine.finish_step()
     expected = alone("cpu")
-    assert engine.tokens == {request_id: expected[request_id % 10] for request_id in engine.tokens} and len(engine.tokens) == 10
+    assert engine.tokens == {request_id: expected[request_id % 10]
+                             for request_id in engine.tokens} and len(engine.tokens) == 10
     engine.assert_idle()
 
 

@@ -24,6 +24,11 @@ class ByteTokenizer:
     def __init__(self, bos: int | None = None) -> None:
         self.bos = bos
 
+    special_ids: frozenset[int] = frozenset()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
     def encode(self, text: str, add_special_tokens: bool) -> bytes:
         ids = list(text.encode())
         if add_special_tokens and self.bos is not None:

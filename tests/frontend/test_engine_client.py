@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from frontend.request_stream import Choice, RequestStream
 from frontend.tokenizer import Tokenizer, pack_ids
 from ipc import codec
 from ipc.config import Peer
-from ipc.errors import INVALID, EngineDeadError, RequestError
+from ipc.errors import INVALID, EngineDeadError, RequestError, RequestFailedError
 from ipc.messages import (FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, HELLO, Abort, AddRequest, Admitted,
                           Command, CommandReply, EngineReady, Finished, Outputs, Phase)
 from ipc.sampling_params import SamplingParams
@@ -35,12 +36,13 @@ TOKENIZER = Tokenizer.bytes_only(300)
 class FakeCore:
     """Sends what the test says. `received`: messages that came and were not asked for yet."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, epoch: int = EPOCH) -> None:
         self.context = zmq.Context()
-        self.address = f"ipc://{folder}/core-1"
-        self.router = Router(self.context, self.address)
-        self.router.epoch = EPOCH
+        self.peer = Peer(f"ipc://{folder}/core-{epoch}", epoch)
+        self.router = Router(self.context, self.peer.address)
+        self.router.epoch = epoch
         self.received: list[Any] = []
+        self.num_sent: Counter[int] = Counter()         # tokens of each request
 
     async def receive(self, kind: type | None) -> Any:
         """The next message, which must be of this kind; None: the Hello."""
@@ -58,10 +60,13 @@ class FakeCore:
 
     def tokens(self, *pairs: tuple[int, bytes], finished: list[Finished] | None = None, **fields: Any) -> None:
         """One step's Outputs: rows of (request id, byte tokens)."""
-        rows = [(request_id, token) for request_id, data in pairs for token in data]
-        ids, tokens = np.array([row[0] for row in rows], np.int64), np.array([row[1] for row in rows], np.int32)
-        self.send(Outputs(1, memoryview(ids).cast("B"), memoryview(tokens * 0).cast("B"), memoryview(tokens).cast("B"),
-                          finished=finished or [], **fields))
+        rows = [(request_id, self.num_sent[request_id] + i, token)
+                for request_id, data in pairs for i, token in enumerate(data)]
+        columns = [np.array([row[i] for row in rows], dtype).tobytes()
+                   for i, dtype in enumerate((np.int64, np.int32, np.int32))]
+        self.send(Outputs(1, *map(memoryview, columns), finished=finished or [], **fields))
+        if self.router.epoch == self.peer.epoch:
+            self.num_sent.update({request_id: len(data) for request_id, data in pairs})
 
     async def settle(self, client: EngineClient) -> None:
         """Until the client has handled everything sent so far: a message's answer comes behind it."""
@@ -83,7 +88,7 @@ def play(scenario: Scenario, is_ready: bool = True) -> None:
     async def run() -> None:
         with tempfile.TemporaryDirectory(prefix="tf", dir="/tmp") as folder:
             core = FakeCore(folder)
-            client = EngineClient(Peer(core.address, EPOCH), NUMBER)
+            client = EngineClient(core.peer, NUMBER)
             try:
                 await core.receive(None)
                 if is_ready:
@@ -258,7 +263,7 @@ def test_a_core_of_another_version_is_an_error_with_both_hashes(monkeypatch: pyt
         with tempfile.TemporaryDirectory(prefix="tf", dir="/tmp") as folder:
             core = FakeCore(folder)
             monkeypatch.setattr(codec, "SCHEMA_HASH", b"other-id")
-            client = EngineClient(Peer(core.address, EPOCH), NUMBER)
+            client = EngineClient(core.peer, NUMBER)
             try:
                 monkeypatch.setattr(codec, "SCHEMA_HASH", ours)
                 waiting = asyncio.create_task(client.wait_ready())
@@ -271,6 +276,63 @@ def test_a_core_of_another_version_is_an_error_with_both_hashes(monkeypatch: pyt
                 client.close()
                 core.close()
     asyncio.run(run())
+
+
+def test_a_token_out_of_its_place_fails_its_request_only() -> None:
+    async def scenario(core: FakeCore, client: EngineClient) -> None:
+        stream, other = add(client), add(client)
+        for _ in range(2):
+            await core.receive(AddRequest)
+        core.num_sent[FIRST] = 1                        # its first token got lost
+        core.tokens((FIRST, b"b"), (FIRST + 1, b"o"))
+        with pytest.raises(RequestFailedError, match="token 1 arrived where 0 was due"):
+            await take(stream)
+        assert (await take(other)).outputs[0].text == "o"
+    play(scenario)
+
+
+def test_a_new_core_gets_every_live_request_with_the_tokens_it_had() -> None:
+    async def scenario(core: FakeCore, client: EngineClient) -> None:
+        stream, left = add(client, n=2, stop=["!"]), add(client)
+        for _ in range(2):
+            await core.receive(AddRequest)
+        core.tokens((FIRST, b"ab"), (FIRST + 1, b"x!"))
+        await take(stream)                              # the second choice has ended by its stop string
+        await core.receive(Abort)
+        client.abort(left.choices)
+        client.forget(left.choices)
+        call = asyncio.create_task(client.command("stats"))
+        await core.receive(Abort)
+        await core.receive(Command)
+        client.core_down("engine_core ended with signal SIGKILL")
+        with pytest.raises(EngineDeadError, match="SIGKILL; the engine is restarting, call again"):
+            await call
+        while_down = add(client, max_tokens=3)
+        call = asyncio.create_task(client.command("stats"))         # waits for the next core
+        folder = core.peer.address.removeprefix("ipc://").rpartition("/")[0]
+        successor = FakeCore(folder, EPOCH + 1)
+        try:
+            client.core_up(successor.peer)
+            await successor.receive(None)
+            assert client.ready is None and "restarting after" in client.phase.name
+            successor.send(READY)
+            again, new = [await successor.receive(AddRequest) for _ in range(2)]
+            assert (again.request_id, again.choice, again.num_choices) == (FIRST, 0, 1)
+            assert bytes(again.output_token_ids) == pack_ids(list(b"ab"))
+            assert bytes(again.prompt_token_ids) == pack_ids([104, 105]) and again.sampling_params.seed == 1
+            assert new.request_id == FIRST + 3 and bytes(new.output_token_ids) == b""
+            assert (await successor.receive(Command)).name == "stats" and not call.done()
+            call.cancel()
+            successor.num_sent[FIRST] = 2
+            successor.tokens((FIRST, b"c"), (FIRST + 3, b"n"), finished=[Finished(FIRST, FINISH_LENGTH)])
+            output = await take(stream)
+            assert output.finished and output.outputs[0].text == "c" and stream.choices[0].token_ids == list(b"abc")
+            assert (await take(while_down)).outputs[0].text == "n"
+            assert client.num_restarts == 1 and client.num_requests == 1
+        finally:
+            client.close()
+            successor.close()
+    play(scenario)
 
 
 def test_close_aborts_what_is_unfinished() -> None:

@@ -62,11 +62,11 @@ def test_a_missing_field_is_named() -> None:
 
 
 @pytest.mark.parametrize("fields", [
-    {"logprobs": True}, {"logprobs": 1}, {"top_logprobs": 5}, {"logit_bias": {"5": 1}},
+    {"top_logprobs": 5},
     {"tools": [{"type": "function"}]},
     {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}, {"echo": True}, {"suffix": "x"},
-    {"best_of": 2}, {"frequency_penalty": 0.5}, {"presence_penalty": -1}, {"repetition_penalty": 1.1},
-    {"structured_outputs": {"json": {}}}, {"bad_words": ["x"]}, {"prompt_logprobs": 0}, {"use_beam_search": True},
+    {"best_of": 2},
+    {"structured_outputs": {"json": {}}}, {"prompt_logprobs": 0}, {"use_beam_search": True},
     {"chat_template": "{{ x }}"}, {"reasoning_effort": "low"}, {"truncate_prompt_tokens": 5}])
 def test_a_documented_field_that_is_not_supported_is_refused_by_name(fields: dict[str, Any]) -> None:
     name = next(iter(fields))
@@ -194,7 +194,7 @@ def test_a_bug_of_ours_is_a_500_without_internals(caplog: pytest.LogCaptureFixtu
 
 
 def test_every_error_class_has_one_row_in_the_table() -> None:
-    assert len({status for status, _ in STATUS_AND_TYPE.values()}) == 9
+    assert len({status for status, _ in STATUS_AND_TYPE.values()}) == 10
     assert all(400 <= status < 600 and kind.endswith("Error") for status, kind in STATUS_AND_TYPE.values())
 
 

@@ -1,8 +1,8 @@
 """One example of every message kind, and their bytes on the wire.
 
-Values follow from the type and the name of each field, so a new field needs nothing here. The bytes stand in golden.json.
-After a change of the protocol that is meant: `python -m tests.ipc.message_samples` writes them anew; the difference
-belongs in the commit.
+Values follow from the type and the name of each field, so a new field needs nothing here. The bytes stand in
+golden.json. After a change of the protocol that is meant: `python -m tests.ipc.message_samples` writes them anew; the
+difference belongs in the commit.
 """
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ MODEL = ModelConfig(
 CHOSEN: dict[tuple[str, str], Any] = {
     ("CacheConfig", "swap_space"): 1 << 20, ("SchedulerConfig", "policy"): "priority",
     ("SchedulerConfig", "preemption_mode"): "swap", ("ModelSection", "dtype"): "float32",
-    ("SamplingParams", "seed"): (1 << 64) - 1, ("EngineConfig", "log_level"): "debug", ("EngineConfig", "device"): "cpu",
-    ("ModelFiles", "config"): MODEL, ("ModelFiles", "kind"): "dummy", ("AddRequest", "request_id"): (1 << 40) + 7, ("AddRequest", "priority"): -2,
+    ("SamplingParams", "seed"): (1 << 64) - 1, ("EngineConfig", "log_level"): "debug", ("EngineConfig",
+                                                                                        "device"): "cpu",
+    ("ModelFiles", "config"): MODEL, ("ModelFiles", "kind"): "dummy",
+    ("AddRequest", "request_id"): (1 << 40) + 7, ("AddRequest", "priority"): -2,
 }
 
 

@@ -1,4 +1,4 @@
-"""Frames: headers, long fields, the schema hash, and that bytes which are no message raise WireError and nothing else."""
+"""Frames: headers, long fields, the schema hash, and that bytes which are no message raise only WireError."""
 from __future__ import annotations
 
 import os

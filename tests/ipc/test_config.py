@@ -54,7 +54,8 @@ def test_a_bad_option_from_the_wire_fails_the_same_way():
 
 
 def test_swapping_is_allowed_with_host_memory():
-    config = EngineConfig(model=MODEL_SECTION, cache=CacheConfig(swap_space=1), scheduler=SchedulerConfig(preemption_mode="swap"))
+    config = EngineConfig(model=MODEL_SECTION, cache=CacheConfig(swap_space=1),
+                          scheduler=SchedulerConfig(preemption_mode="swap"))
     assert config.cache.swap_space == 1
 
 

@@ -1,4 +1,4 @@
-"""The line between supervisor and child: messages in pieces, death as end-of-file, and children that do not outlive it."""
+"""The line between supervisor and child: messages in pieces, death as end-of-file, children that do not outlive it."""
 from __future__ import annotations
 
 import os
@@ -48,7 +48,7 @@ def test_messages_arrive_in_order(ends):
 def test_a_message_in_pieces_is_put_together(ends):
     a, b = ends
     data = bytes(codec.encode(Ready("ready"))[0])
-    for i, byte in enumerate(data):
+    for byte in data:
         assert messages(b) == []
         a.sock.sendall(bytes([byte]))
     assert messages(b) == [Ready("ready")]
@@ -124,7 +124,8 @@ time.sleep(60)
 def start_child(what: str, parent: int | None = None) -> tuple[subprocess.Popen, Lifeline]:
     mine, theirs = socket.socketpair()
     process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, FD_ARGUMENT, str(theirs.fileno()), "--parent", str(parent or os.getpid()), "--rank",
+        [sys.executable, "-c", CHILD, FD_ARGUMENT, str(theirs.fileno()), "--parent", str(parent or os.getpid()),
+         "--rank",
          "2", "--what", what], pass_fds=[theirs.fileno()], cwd=ROOT)
     theirs.close()
     return process, Lifeline(mine)

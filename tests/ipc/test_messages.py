@@ -50,7 +50,8 @@ def test_samples_set_nearly_every_field():
     """A field at its default would not show in the fixture that it is carried."""
     unset = [f"{type(message).__name__}.{field.name}" for message in SAMPLES
              for field in msgspec.structs.fields(type(message))
-             if field.default is not msgspec.NODEFAULT and plain([getattr(message, field.name)]) == plain([field.default])]
+             if field.default is not msgspec.NODEFAULT
+             and plain([getattr(message, field.name)]) == plain([field.default])]
     assert unset == []
 
 
@@ -81,7 +82,7 @@ def test_defaults_are_empty_columns():
         _, back = codec.decode(codec.encode(message))
         views = [value for value in msgspec.structs.astuple(back) if isinstance(value, memoryview)]
         assert views and all(bytes(view) == b"" for view in views)
-    assert bytes(EMPTY) == b"" and len(STAMPS) == 9
+    assert bytes(EMPTY) == b"" and "commit_end" in STAMPS
 
 
 def test_long_fields_exist():

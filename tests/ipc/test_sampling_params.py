@@ -17,7 +17,8 @@ FIELDS = SamplingParams.__struct_fields__
 def test_the_defaults_are_those_of_the_field():
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
-    assert (params.max_tokens, params.min_tokens, params.seed, params.stop, params.stop_token_ids) == (16, 0, None, [], [])
+    assert (params.max_tokens, params.min_tokens, params.seed, params.stop, params.stop_token_ids) == (16, 0,
+                                                                                                       None, [], [])
     assert (params.ignore_eos, params.skip_special_tokens, params.include_stop_str_in_output) == (False, True, False)
 
 
@@ -59,8 +60,10 @@ def test_a_bad_value_is_refused_with_field_value_and_range(values, text):
 
 
 @pytest.mark.parametrize("values, expected", [
-    (dict(stop="end"), ("stop", ["end"])), (dict(stop=None), ("stop", [])), (dict(stop_token_ids=None), ("stop_token_ids", [])),
-    (dict(top_k=-1), ("top_k", 0)), (dict(seed=-1), ("seed", (1 << 64) - 1)), (dict(max_tokens=None), ("max_tokens", None)),
+    (dict(stop="end"), ("stop", ["end"])), (dict(stop=None), ("stop", [])),
+    (dict(stop_token_ids=None), ("stop_token_ids", [])),
+    (dict(top_k=-1), ("top_k", 0)), (dict(seed=-1), ("seed", (1 << 64) - 1)), (dict(max_tokens=None), ("max_tokens",
+                                                                                                       None)),
     (dict(top_p=0.0, temperature=0), ("top_p", 0.0)), (dict(seed=0), ("seed", 0)),
 ])
 def test_forms_that_mean_the_same_are_brought_to_one(values, expected):
@@ -103,8 +106,10 @@ def test_defaults_cost_nothing_on_the_wire():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 
-JSON = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2),
-                 st.lists(st.text(max_size=3), max_size=2), st.dictionaries(st.text(max_size=2), st.integers(), max_size=1))
+JSON = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
+                 st.lists(st.integers(), max_size=2),
+                 st.lists(st.text(max_size=3), max_size=2),
+                 st.dictionaries(st.text(max_size=2), st.integers(), max_size=1))
 
 
 @settings(max_examples=400)

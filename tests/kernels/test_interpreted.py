@@ -11,14 +11,23 @@ import pytest
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-# numpy warns inside Triton's interpreter where a GPU computes on: exp2 that overflows, the largest of NaNs, a loop bound
-# that is an array of one element.
+# numpy warns inside Triton's interpreter where a GPU computes on: exp2 that overflows, the largest of NaNs, a loop
+# bound that is an array of one element.
 QUIET = ["-W", "ignore::RuntimeWarning", "-W", "ignore::DeprecationWarning"]
 
 
 def test_every_kernel_equals_its_torch_reference_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "tests/kernels/interpreted", "--confcutdir=tests/kernels", "-p",
-               "no:cacheprovider", "--timeout=240", *QUIET]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/kernels/interpreted",
+        "--confcutdir=tests/kernels",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=240",
+        *QUIET,
+    ]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]

@@ -15,13 +15,13 @@ from frontend import LLM, AsyncLLM, SamplingParams
 from frontend.outputs import OutputKind, RequestOutput
 from ipc.errors import ConfigError, EngineDeadError, RequestError
 from tests.conftest import RunningEngine
-from tests.processes.tools import (ENDLESS_TOKENS, LoopThread, assert_nothing_left, run_dirs, run_script, survivors, wait_idle,
-                                   wait_until)
+from tests.processes.tools import (ENDLESS_TOKENS, LoopThread, assert_nothing_left, run_dirs, run_script, survivors,
+                                   wait_idle, wait_until)
 from tests.tiny_model import MAX_MODEL_LEN, VOCAB
 
 pytestmark = pytest.mark.timeout(60)
 
-SMALL: dict[str, Any] = dict(num_gpu_blocks_override=512)
+SMALL: dict[str, Any] = dict(num_gpu_blocks_override=512, attention_backend="cpu")
 ENDLESS = SamplingParams(temperature=0, max_tokens=ENDLESS_TOKENS, ignore_eos=True)
 
 
@@ -267,7 +267,7 @@ import asyncio
 from frontend import AsyncLLM, SamplingParams
 
 async def main():
-    async with AsyncLLM(model={model!r}, num_gpu_blocks_override=512) as llm:
+    async with AsyncLLM(model={model!r}, num_gpu_blocks_override=512, attention_backend="cpu") as llm:
         async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)):
             pass
         print(output.outputs[0].token_ids, output.finished)
@@ -358,7 +358,7 @@ def test_cancelling_the_start_leaves_nothing(tiny_model: str, temp: str) -> None
 def offline(tiny_model: str) -> Iterator[LLM]:
     """An LLM whose thread of birth is gone: the kernel's death signal follows the thread that spawned a process."""
     born: list[LLM] = []
-    thread = threading.Thread(target=lambda: born.append(LLM(tiny_model, num_gpu_blocks_override=512, max_num_seqs=4)))
+    thread = threading.Thread(target=lambda: born.append(LLM(tiny_model, **SMALL, max_num_seqs=4)))
     thread.start()
     thread.join(60)
     [llm] = born
@@ -430,7 +430,7 @@ def test_a_collection_inside_its_own_loop_ends_an_llm_without_a_deadlock(tiny_mo
 def test_a_script_that_forgets_to_close_ends_cleanly(tiny_model: str, temp: str, tmp_path: Path) -> None:
     script = tmp_path / "user.py"
     script.write_text("from frontend import LLM, SamplingParams\n"
-                      f"llm = LLM({tiny_model!r}, num_gpu_blocks_override=512)\n"
+                      f"llm = LLM({tiny_model!r}, num_gpu_blocks_override=512, attention_backend='cpu')\n"
                       "output, = llm.generate('Hi', SamplingParams(max_tokens=3, ignore_eos=True))\n"
                       "print(len(output.outputs[0].token_ids))\n")
     result = run_script(script, temp)

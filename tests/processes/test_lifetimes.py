@@ -1,5 +1,5 @@
 """However an engine ends, nothing of it is left: no process, no socket, no directory, no descriptor; and whoever waits
-for it hears why."""
+for it hears why. Here a process that is killed ends its engine; with restarts it does not: test_restarts.py."""
 from __future__ import annotations
 
 import asyncio
@@ -20,12 +20,13 @@ import pytest
 from frontend import AsyncLLM, SamplingParams
 from ipc.errors import EngineDeadError
 from ipc.system import bind_listener
-from tests.processes.tools import (ENDLESS_TOKENS, GONE_S, HARD_TIMEOUT_S, ServerProcess, assert_nothing_left, engine_environment,
-                                   run_dirs, survivors, wait_idle, wait_until)
+from tests.processes.tools import (ENDLESS_TOKENS, GONE_S, HARD_TIMEOUT_S, ServerProcess, assert_nothing_left,
+                                   engine_environment, run_dirs, survivors, wait_idle, wait_until)
 
 pytestmark = pytest.mark.timeout(60)
 
-OPTIONS: dict[str, Any] = dict(num_gpu_blocks_override=512)
+OPTIONS: dict[str, Any] = dict(num_gpu_blocks_override=512, attention_backend="cpu")
+FLAGS = ("--num-gpu-blocks-override", "512", "--attention-backend", "cpu")
 ENDLESS = SamplingParams(temperature=0, max_tokens=ENDLESS_TOKENS, ignore_eos=True)
 
 
@@ -76,7 +77,7 @@ def test_kill_9_ends_the_engine_and_everyone_who_waits_hears_it(victim: str, tin
         raise AssertionError("the stream ended as if nothing had happened")
 
     async def run() -> None:
-        llm = await AsyncLLM(tiny_model, max_num_seqs=2, **OPTIONS).start()
+        llm = await AsyncLLM(tiny_model, max_num_seqs=2, restart=False, **OPTIONS).start()
         pid = llm.pids[["supervisor", "worker", "engine_core"].index(victim)]
         os.kill(llm.pids[1], signal.SIGSTOP)            # nothing finishes before the kill
         waiting = [asyncio.create_task(wait_forever(llm)) for _ in range(4)]
@@ -106,7 +107,7 @@ import asyncio, os, sys, time
 from frontend import AsyncLLM, SamplingParams
 
 async def main():
-    llm = await AsyncLLM({model!r}, num_gpu_blocks_override=512).start()
+    llm = await AsyncLLM({model!r}, num_gpu_blocks_override=512, attention_backend="cpu").start()
     stream = llm.generate("Go on", SamplingParams(max_tokens=None, ignore_eos=True))
     await anext(stream)
     forked = os.fork()                  # has a copy of every descriptor
@@ -180,7 +181,7 @@ def open_stream(server: ServerProcess) -> tuple[http.client.HTTPConnection, http
 @pytest.mark.parametrize("victim", ["supervisor", "worker", "engine_core", "frontend"])
 def test_kill_9_ends_a_server_with_a_reason_and_its_streams_with_an_error(victim: str, tiny_model: str,
                                                                           temp: str) -> None:
-    server = ServerProcess(tiny_model, temp, "--num-gpu-blocks-override", "512").wait_ready()
+    server = ServerProcess(tiny_model, temp, "--no-restart", *FLAGS).wait_ready()
     try:
         assert set(server.pids.values()) == set(survivors(temp))
         connection, response = open_stream(server)
@@ -208,7 +209,7 @@ def test_kill_9_ends_a_server_with_a_reason_and_its_streams_with_an_error(victim
 
 
 def test_ctrl_c_ends_streams_with_an_error_and_the_server_with_status_0(tiny_model: str, temp: str) -> None:
-    server = ServerProcess(tiny_model, temp, "--num-gpu-blocks-override", "512").wait_ready()
+    server = ServerProcess(tiny_model, temp, *FLAGS).wait_ready()
     try:
         connection, response = open_stream(server)
         server.process.send_signal(signal.SIGINT)

@@ -108,7 +108,8 @@ def test_a_prompt_that_is_too_long_is_a_400_with_both_numbers(client: openai.Ope
     with pytest.raises(openai.BadRequestError, match=f"{MAX_MODEL_LEN + 40} tokens.*{MAX_MODEL_LEN}"):
         client.completions.create(model="tiny", prompt=[1] * (MAX_MODEL_LEN + 40), stream=stream)
     with pytest.raises(openai.BadRequestError, match=str(MAX_MODEL_LEN)):
-        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * MAX_MODEL_LEN}], stream=stream)
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * MAX_MODEL_LEN}],
+                                       stream=stream)
 
 
 @pytest.mark.parametrize("changes, param", [
@@ -130,8 +131,8 @@ def test_a_bad_parameter_is_a_400_that_names_it(client: openai.OpenAI, changes: 
 
 
 def test_a_client_that_leaves_a_stream_frees_its_blocks(client: openai.OpenAI, engine: RunningEngine) -> None:
-    stream = client.completions.create(model="tiny", prompt="Go on", max_tokens=ENDLESS_TOKENS, temperature=0, stream=True,
-                                       extra_body=FIXED)
+    stream = client.completions.create(model="tiny", prompt="Go on", max_tokens=ENDLESS_TOKENS, temperature=0,
+                                       stream=True, extra_body=FIXED)
     assert next(iter(stream)).choices[0].finish_reason is None
     stream.close()
     stats = engine.loop.run(wait_idle(engine.llm))

@@ -15,8 +15,8 @@ import pytest
 
 from frontend import SamplingParams
 from tests.conftest import RunningEngine
-from tests.processes.tools import (ENDLESS_TOKENS, HARD_TIMEOUT_S, ServerProcess, assert_nothing_left, run_dirs, wait_idle,
-                                   wait_until)
+from tests.processes.tools import (ENDLESS_TOKENS, HARD_TIMEOUT_S, ServerProcess, assert_nothing_left, run_dirs,
+                                   wait_idle, wait_until)
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -1,8 +1,8 @@
 """The block manager against a plain model, under any sequence of calls.
 
-I1 each block is free or referenced, never both, and its count is the number of its owners. I2 a hash in the map names a block
-that holds it. I3 a table holds neither the null block nor a block twice. I4 a refused call changes nothing. I5 a hash always
-names the content it was published for.
+I1 each block is free or referenced, never both, and its count is the number of its owners. I2 a hash in the map names a
+block that holds it. I3 a table holds neither the null block nor a block twice. I4 a refused call changes nothing. I5 a
+hash always names the content it was published for.
 """
 from __future__ import annotations
 

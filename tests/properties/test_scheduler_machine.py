@@ -1,8 +1,8 @@
 """The whole core under any sequence of events that hypothesis can think of, shrunk to the shortest that fails.
 
-After every event: I1 to I3 (blocks), I6 (budget, seats, nobody twice), I9 (the newest token is never cached), I10 (a victim
-is not scheduled). In every step: I5 (each slot read holds the request's own history). At the end: I7 (work goes on), I8 (idle
-means every block is free), and each request has exactly the tokens it has alone.
+After every event: I1 to I3 (blocks), I6 (budget, seats, nobody twice), I9 (the newest token is never cached), I10 (a
+victim is not scheduled). In every step: I5 (each slot read holds the request's own history). At the end: I7 (work goes
+on), I8 (idle means every block is free), and each request has exactly the tokens it has alone.
 """
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 budget=st.sampled_from([2, 5, 16]), threshold=st.sampled_from([0, 3]), caching=st.booleans(),
                 policy=st.sampled_from(["fcfs", "priority", "lpm"]), mode=st.sampled_from(["recompute", "swap"]),
                 is_async=st.booleans(), partial=st.booleans())
-    def start(self, num_blocks: int, block_size: int, seats: int, budget: int, threshold: int, caching: bool, policy: str,
+    def start(self, num_blocks: int, block_size: int, seats: int, budget: int, threshold: int, caching: bool,
+              policy: str,
               mode: str, is_async: bool, partial: bool) -> None:
         self.sizes = (num_blocks, block_size, 5, VOCAB)
         self.budget, self.seats = budget, min(seats, budget)
-        self.engine = Engine(num_blocks, block_size, num_host_blocks=5, caching=caching, partial=partial, max_num_seqs=seats,
+        self.engine = Engine(num_blocks, block_size, num_host_blocks=5, caching=caching, partial=partial,
+                             max_num_seqs=seats,
                              max_num_batched_tokens=budget, long_prefill_token_threshold=threshold, policy=policy,
                              preemption_mode=mode, async_scheduling=is_async, priority_aging_steps=5)
         self.sent: dict[int, tuple[list[int], dict[str, Any]]] = {}
@@ -41,7 +43,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------ events
 
     @rule(shared=st.integers(0, len(SHARED)), own=st.lists(st.integers(0, 9), max_size=4), count=st.integers(1, 9),
-          min_tokens=st.integers(0, 3), stop=st.lists(st.integers(0, VOCAB - 1), max_size=3), priority=st.integers(0, 2))
+          min_tokens=st.integers(0, 3), stop=st.lists(st.integers(0, VOCAB - 1), max_size=3),
+          priority=st.integers(0, 2))
     def add(self, shared: int, own: list[int], count: int, min_tokens: int, stop: list[int], priority: int) -> None:
         prompt = (SHARED[:shared] + own or [1])[:self.capacity]
         request_id = len(self.sent) + 1

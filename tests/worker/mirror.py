@@ -1,7 +1,7 @@
 """A simulated worker that also keeps the real worker's rows and builds its batches, and compares both at every plan.
 
-bench.sim_worker reads plans in its own plain way, with lists; worker.request_state and worker.batch are numpy. Plans come
-from a real engine core under random load.
+bench.sim_worker reads plans in its own plain way, with lists; worker.request_state and worker.batch are numpy. Plans
+come from a real engine core under random load.
 """
 from __future__ import annotations
 
@@ -48,16 +48,19 @@ class MirrorWorker(FaultyWorker):
         for i, row in enumerate(self.rows):
             new = self.new[row.request_id]
             params = new.sampling_params
-            assert (state.request_id[i], state.computed[i], state.known[i]) == (row.request_id, row.computed, len(row.tokens))
+            assert (state.request_id[i], state.computed[i], state.known[i]) == (row.request_id, row.computed,
+                                                                                len(row.tokens))
             assert state.tokens[i, :len(row.tokens)].tolist() == row.tokens
             assert state.num_blocks[i] == len(row.blocks)
             table = state.block_table[i]
             assert table[:len(row.blocks)].tolist() == row.blocks
             assert not table[len(row.blocks):].any()            # padded with the null block
-            assert (state.num_prompt[i], state.floor[i]) == (new.num_prompt_tokens, new.num_prompt_tokens + params.min_tokens)
+            assert (state.num_prompt[i], state.floor[i]) == (new.num_prompt_tokens,
+                                                             new.num_prompt_tokens + params.min_tokens)
             assert (state.temperature[i], state.top_p[i], state.min_p[i], state.top_k[i]) == (
                 np.float32(params.temperature), np.float32(params.top_p), np.float32(params.min_p), params.top_k)
-            assert (state.seed[i], state.choice[i], state.masks_eos[i]) == (params.seed, new.choice, not params.ignore_eos)
+            assert (state.seed[i], state.choice[i], state.masks_eos[i]) == (params.seed, new.choice,
+                                                                            not params.ignore_eos)
             assert state.stop_ids[i] == params.stop_token_ids
             with_floor += params.min_tokens > 0
         assert state.num_with_floor == with_floor

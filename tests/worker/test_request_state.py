@@ -13,7 +13,8 @@ from worker.request_state import RequestState
 
 def plan_of(*requests: tuple[int, list[int], list[int]], num_rows: int | None = None, **columns) -> SchedulerOutput:
     """A plan whose new rows are (request id, tokens, blocks), nothing computed."""
-    new = [NewRow(i, len(tokens), len(tokens), 0, len(blocks), SamplingParams(seed=i, min_tokens=i % 2, stop_token_ids=[i]))
+    new = [NewRow(i, len(tokens), len(tokens), 0, len(blocks),
+                  SamplingParams(seed=i, min_tokens=i % 2, stop_token_ids=[i]))
            for i, tokens, blocks in requests]
     return SchedulerOutput(1, len(new) if num_rows is None else num_rows, new=new,
                            new_tokens=pack([t for _, tokens, _ in requests for t in tokens]),
@@ -44,7 +45,7 @@ def test_a_move_copies_the_whole_row():
     state.computed[2] = 1
     state.apply(plan_of(num_rows=2, moves=[0, 2]))
     assert state.request_id[:2].tolist() == [3, 2] and state.tokens[0, :2].tolist() == [30, 31]
-    assert state.block_table[0].tolist() == [8] + [0] * (state.width - 1)          # nothing left of the one that was here
+    assert state.block_table[0].tolist() == [8] + [0] * (state.width - 1)    # nothing left of the one that was here
     assert (state.computed[0], state.known[0], state.seed[0], state.stop_ids[0]) == (1, 2, 3, [3])
     assert not state.block_table[2].any() and state.num_with_floor == 1
 
@@ -89,7 +90,8 @@ def test_rows_that_differ_from_the_plan_are_a_broken_invariant():
 
 def test_stop_tokens_are_masked_below_min_tokens_only():
     state = RequestState(4, 16, 2)
-    params = [SamplingParams(min_tokens=2, stop_token_ids=[5], seed=1), SamplingParams(min_tokens=2, ignore_eos=True, seed=1),
+    params = [SamplingParams(min_tokens=2, stop_token_ids=[5], seed=1),
+              SamplingParams(min_tokens=2, ignore_eos=True, seed=1),
               SamplingParams(seed=1, stop_token_ids=[5])]
     new = [NewRow(i, 1, 1, 0, 1, p) for i, p in enumerate(params)]
     state.apply(SchedulerOutput(1, 3, new=new, new_tokens=pack([1, 1, 1]), new_blocks=pack([1, 2, 3])))

@@ -11,8 +11,18 @@ import torch
 
 from ipc.counter_rng import uniform
 from worker.sampling import filters
+from worker.sampling.jit_threads import load
 from worker.sampling.noise import CHUNK, draw
 from worker.sampling.sampler import Sampler, SampleResult, SamplingColumns
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs with the compiled rows and with torch and numpy."""
+    if request.param == "torch":
+        monkeypatch.setattr("worker.sampling.sampler.load", lambda: None)
+    elif load() is None:
+        pytest.skip("numba is not installed")
 
 
 def columns(rows: list[dict]) -> SamplingColumns:

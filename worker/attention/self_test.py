@@ -51,11 +51,10 @@ def outputs(backend: AttentionBackend, device: str, dtype: torch.dtype) -> tuple
     num_blocks = sum(-(-n // BLOCK_SIZE) for n in SEQ_LENS)
     cache = backend.allocate((num_blocks + 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM), dtype, device)
     whole = make_batch(device, SEQ_LENS)                        # every context, then the step's own tokens over them
-    backend.write(cache, draw(sum(SEQ_LENS), NUM_KV_HEADS, HEAD_DIM), draw(sum(SEQ_LENS), NUM_KV_HEADS, HEAD_DIM), whole)
     meta = make_batch(device)
-    num_tokens = sum(QUERY_LENS)
-    backend.write(cache, draw(num_tokens, NUM_KV_HEADS, HEAD_DIM), draw(num_tokens, NUM_KV_HEADS, HEAD_DIM), meta)
-    result = backend.forward(draw(num_tokens, NUM_HEADS, HEAD_DIM), cache, meta).float().cpu()
+    for batch, num_tokens in ((whole, sum(SEQ_LENS)), (meta, sum(QUERY_LENS))):
+        backend.write(cache, draw(num_tokens, NUM_KV_HEADS, HEAD_DIM), draw(num_tokens, NUM_KV_HEADS, HEAD_DIM), batch)
+    result = backend.forward(draw(sum(QUERY_LENS), NUM_HEADS, HEAD_DIM), cache, meta).float().cpu()
     decode, q = make_batch(device, (1,) * len(SEQ_LENS)), draw(len(SEQ_LENS), NUM_HEADS, HEAD_DIM)
     times: list[float] = []
     while sum(times) < TIMED_S or len(times) < 3:

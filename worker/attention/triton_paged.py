@@ -9,10 +9,10 @@ Does not know models, and tunes nothing: worker/kernels/configs.py has the shape
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from worker.attention.base import BatchMeta
@@ -26,7 +26,7 @@ from worker.kernels.paged_attention import LOG2E, paged_attention_kernel
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write
 from worker.kv_pool import allocate_pools
 
-NO_SPLIT, SPLIT_TILES, SPLIT_SHORT_REQUESTS = 0, 1, 2  # SPLIT of the kernels
+NO_SPLIT, SPLIT_TILES, SPLIT_SHORT_REQUESTS = 0, 1, 2  # kinds of plan
 INTERPRETED_PROCESSORS = 8  # what the interpreter pretends to have: tests reach every kind of split with small shapes
 INTERPRETED_CAPABILITY = 90
 
@@ -45,17 +45,17 @@ class LaunchPlan:
 
     tile: TileConfig
     num_tiles: int
-    split: int
+    kind: int
     num_splits: int
     num_parts: int  # tiles or requests that have workspace
     part_rows: int
     max_split_queries: int
-    parts: Tensor | None = None  # [parts, Hkv, splits, rows, D] float32
-    lse: Tensor | None = None  # [parts, Hkv, splits, rows] float32, base 2
+    parts: Tensor = field(default_factory=lambda: torch.empty(0))  # [parts, Hkv, splits, rows, D] float32
+    lse: Tensor = field(default_factory=lambda: torch.empty(0))  # [parts, Hkv, splits, rows] float32, base 2
 
 
 class TritonBackend:
-    """See AttentionBackend. float32, float16 and bfloat16 pools; int8 and float8_e4m3fn ones carry two more tensors with
+    """See AttentionBackend. float32, float16 and bfloat16 pools; int8 and float8_e4m3fn ones carry two more tensors,
     the scales of each token and head, [B, S, Hkv] bfloat16."""
 
     name = "triton"
@@ -86,53 +86,52 @@ class TritonBackend:
         self, q: Tensor, cache: tuple[Tensor, ...], meta: BatchMeta, *, scale: float | None = None, window: int = 0,
         softcap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:
-        """As AttentionBackend.forward. softcap c > 0 bounds scores to c * tanh(score / c); sinks [H] are logits that take
-        part in the softmax and have no value."""
-        num_tokens, num_heads, dim = q.shape
-        k_pool, num_kv_heads = cache[0], cache[0].shape[2]
-        out = torch.empty((num_tokens, num_heads, dim), dtype=q.dtype, device=q.device)
-        if num_tokens == 0:
-            return out
-        if q.stride()[1:] != (dim, 1):
+        """As AttentionBackend.forward. softcap c > 0 bounds scores to c * tanh(score / c); sinks [H] are logits that
+        take part in the softmax and have no value."""
+        if q.stride()[1:] != (q.shape[2], 1):
             q = q.contiguous()
-        group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(dim))
-        plan = self._plan(meta, q, group, num_kv_heads, block_d, k_pool.dtype)
-        scale = dim**-0.5 if scale is None else scale
-        tile, one_token = plan.tile, meta.decode_only
-        unused = out  # a pointer the kernel does not touch
-        parts, lse = (unused, unused) if plan.parts is None or plan.lse is None else (plan.parts, plan.lse)
-        scales = cache[2:] or cache[:2]
-        grid = (num_kv_heads, plan.num_tiles) if one_token else (plan.num_tiles, num_kv_heads)
-        paged_attention_kernel[(*grid, plan.num_splits)](
-            out, q, k_pool, cache[1], scales[0], scales[1], unused if sinks is None else sinks, parts, lse,
-            meta.query_start_loc, meta.seq_lens, meta.block_table, meta.num_reqs, scale if softcap else scale * LOG2E,
-            float(softcap), window, plan.num_splits, configs.MIN_TILES_PER_SPLIT, plan.max_split_queries, plan.part_rows,
-            q.stride(0), out.stride(0), num_kv_heads * dim, meta.block_table.stride(0), num_kv_heads, D=dim,
-            BLOCK_D=block_d, GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_SIZE=meta.block_size,
-            ONE_TOKEN=one_token, SPLIT=plan.split, HAS_WINDOW=window > 0, HAS_SOFTCAP=softcap > 0,
-            HAS_SINKS=sinks is not None, QUANTIZED=is_quantized(k_pool.dtype), num_warps=tile.num_warps,
-            num_stages=tile.num_stages)
-        if plan.split != NO_SPLIT:
-            rows = min(plan.part_rows, meta.max_query_len * group)
-            combine_splits_kernel[(rows, num_kv_heads, plan.num_parts)](
-                out, parts, lse, meta.query_start_loc, meta.seq_lens, meta.num_reqs, window, plan.num_splits,
-                configs.MIN_TILES_PER_SPLIT, plan.max_split_queries, plan.part_rows, out.stride(0), num_kv_heads, D=dim,
-                BLOCK_D=block_d, GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                BLOCK_SPLITS=triton.next_power_of_2(plan.num_splits), ONE_TOKEN=one_token, SPLIT=plan.split, num_warps=4)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if len(q):
+            _launch(self._plan(meta, q, cache[0]), out, q, cache, meta, scale, window, softcap, sinks)
         return out
 
-    def _plan(self, meta: BatchMeta, q: Tensor, group: int, num_kv_heads: int, block_d: int,
-              pool_dtype: torch.dtype) -> LaunchPlan:
+    def warm_up(self, cache: tuple[Tensor, ...], *, num_heads: int, dtype: torch.dtype, block_size: int,
+                scale: float | None = None, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> int:
+        """Compile (or load from disk) every variant that layers of this kind can launch, so that no request waits for
+        the compiler; returns how many launches it took. Nothing in the pool changes: the batch is one padding row."""
+        num_kv_heads, dim, device = cache[0].shape[2], cache[0].shape[3], cache[0].device
+        group, block_d = num_heads // num_kv_heads, padded_dim(cache[0].shape[3])
+        tiles = {attention_config(rows * group, block_d, dtype.itemsize, cache[0].dtype.itemsize,
+                                  self._device(device).capability) for rows in range(1, 64)}
+        tables = torch.zeros((4, 1), dtype=torch.int32, device=device)
+        q = torch.zeros((1, num_heads, dim), dtype=dtype, device=device)
+        work = torch.zeros((2, num_kv_heads * 64 * dim), dtype=torch.float32, device=device)
+        launches = [(tile, 2) for tile in tiles] + [(self._tile(1, q, cache[0]), 1)]
+        for tile, max_query_len in launches:
+            starts = torch.arange(2, dtype=torch.int32, device=device)
+            meta = BatchMeta(starts, tables[0], tables[1:2], tables[2].long(), block_size,
+                             np.arange(2, dtype=np.int32), np.zeros(1, np.int32), max_query_len, 1)
+            plan = LaunchPlan(tile, 1, SPLIT_TILES, 1, 1, 1, 1, work[0], work[1])
+            _launch(plan, torch.empty_like(q), q, cache, meta, scale, window, softcap, sinks)
+        return len(launches)
+
+    def _tile(self, max_query_len: int, q: Tensor, pool: Tensor) -> TileConfig:
+        return attention_config(max(1, max_query_len) * (q.shape[1] // pool.shape[2]), padded_dim(q.shape[2]),
+                                q.dtype.itemsize, pool.dtype.itemsize, self._device(q.device).capability)
+
+    def _plan(self, meta: BatchMeta, q: Tensor, pool: Tensor) -> LaunchPlan:
         """The step's launch for layers of this shape; made once, with its workspace."""
-        key = (self.name, group, num_kv_heads, q.shape[2], q.dtype, pool_dtype)
+        num_kv_heads, dim = pool.shape[2:]
+        group = q.shape[1] // num_kv_heads
+        key = (self.name, group, num_kv_heads, dim, q.dtype, pool.dtype)
         plan: LaunchPlan | None = meta.cache.get(key)
         if plan is None:
-            plan = plan_launch(meta, len(q), group, num_kv_heads, q.shape[2], block_d, q.dtype.itemsize,
-                               pool_dtype.itemsize, self._device(q.device))
-            if plan.split != NO_SPLIT:
-                shape = (plan.num_parts, num_kv_heads, plan.num_splits, plan.part_rows)
-                plan.parts = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
-                plan.lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+            tile = self._tile(meta.max_query_len, q, pool)
+            plan = plan_launch(meta, len(q), group, num_kv_heads, dim, tile, self._device(q.device).num_processors)
+            # Without splits it is a tensor of the same type that is not touched: one compiled variant for both.
+            shape = (1,) if plan.kind == NO_SPLIT else (plan.num_parts, num_kv_heads, plan.num_splits, plan.part_rows)
+            plan.parts = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
+            plan.lse = torch.empty(shape, dtype=torch.float32, device=q.device)
             meta.cache[key] = plan
         return plan
 
@@ -148,33 +147,63 @@ class TritonBackend:
         return found
 
 
-def plan_launch(meta: BatchMeta, num_tokens: int, group: int, num_kv_heads: int, dim: int, block_d: int, q_bytes: int,
-                kv_bytes: int, device: Device) -> LaunchPlan:
-    """Tile shape, number of tiles, and over how many programs a tile's keys are shared out.
+def padded_dim(dim: int) -> int:
+    """Width of a tile: a power of two that tl.dot takes."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def plan_launch(meta: BatchMeta, num_tokens: int, group: int, num_kv_heads: int, dim: int, tile: TileConfig,
+                num_processors: int) -> LaunchPlan:
+    """Number of tiles, and over how many programs a tile's keys are shared out.
 
     Few programs in all: every tile is split. Many, some of them prefill chunks: only requests with few queries and much
     context are, so that one program's walk over 100k keys does not outlast the rest of the step.
     Raises ValueError if one KV head serves more query heads than a tile has rows.
     """
-    tile = attention_config(max(1, meta.max_query_len) * group, block_d, q_bytes, kv_bytes, device.capability)
     if group > tile.block_m:
         raise ValueError(f"one KV head serves {group} query heads; the triton backend packs at most {tile.block_m}; "
                          "use --attention-backend reference")
-    block_q = tile.block_m // group
-    num_tiles = meta.num_reqs if meta.decode_only else num_tokens // block_q + meta.num_reqs
+    num_tiles = meta.num_reqs if meta.decode_only else num_tokens // (tile.block_m // group) + meta.num_reqs
     plan = LaunchPlan(tile, num_tiles, NO_SPLIT, 1, num_tiles, tile.block_m, num_tokens)
     useful = -(-meta.max_seq_len // (tile.block_n * configs.MIN_TILES_PER_SPLIT))
-    wanted = device.num_processors * configs.PROGRAMS_PER_PROCESSOR // (num_tiles * num_kv_heads)
+    wanted = num_processors * configs.PROGRAMS_PER_PROCESSOR // (num_tiles * num_kv_heads)
     if wanted >= 2:
-        plan.split = SPLIT_TILES
+        plan.kind = SPLIT_TILES
         plan.part_rows = min(tile.block_m, max(1, meta.max_query_len) * group)
     elif not meta.decode_only:
-        plan.split = SPLIT_SHORT_REQUESTS
+        plan.kind = SPLIT_SHORT_REQUESTS
         wanted = -(-meta.max_seq_len // configs.SPLIT_KEYS)
         plan.num_parts, plan.part_rows = meta.num_reqs, min(tile.block_m, max(group, configs.SPLIT_ROWS))
         plan.max_split_queries = plan.part_rows // group
     bytes_per_split = plan.num_parts * num_kv_heads * plan.part_rows * dim * 4
     plan.num_splits = min(wanted, useful, configs.MAX_SPLITS, configs.MAX_SPLIT_BYTES // bytes_per_split)
     if plan.num_splits < 2:
-        plan.split, plan.num_splits = NO_SPLIT, 1
+        plan.kind, plan.num_splits = NO_SPLIT, 1
     return plan
+
+
+def _launch(plan: LaunchPlan, out: Tensor, q: Tensor, cache: tuple[Tensor, ...], meta: BatchMeta, scale: float | None,
+            window: int, softcap: float, sinks: Tensor | None) -> None:
+    """The attention kernel and, if keys are split, the combining one."""
+    num_heads, dim = q.shape[1:]
+    num_kv_heads, tile, one_token = cache[0].shape[2], plan.tile, meta.decode_only
+    group, block_d = num_heads // num_kv_heads, padded_dim(dim)
+    scale = dim**-0.5 if scale is None else scale
+    scales = cache[2:] or cache[:2]
+    by_request = int(plan.kind == SPLIT_SHORT_REQUESTS)
+    grid = (num_kv_heads, plan.num_tiles) if one_token else (plan.num_tiles, num_kv_heads)
+    paged_attention_kernel[(*grid, plan.num_splits)](
+        out, q, cache[0], cache[1], scales[0], scales[1], out if sinks is None else sinks, plan.parts, plan.lse,
+        meta.query_start_loc, meta.seq_lens, meta.block_table, meta.num_reqs, scale if softcap else scale * LOG2E,
+        float(softcap), window, plan.num_splits, configs.MIN_TILES_PER_SPLIT, plan.max_split_queries, plan.part_rows,
+        by_request, q.stride(0), out.stride(0), num_kv_heads * dim, meta.block_table.stride(0), num_kv_heads, D=dim,
+        BLOCK_D=block_d, GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_SIZE=meta.block_size,
+        ONE_TOKEN=one_token, HAS_WINDOW=window > 0, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
+        QUANTIZED=is_quantized(cache[0].dtype), num_warps=tile.num_warps, num_stages=tile.num_stages)
+    if plan.kind != NO_SPLIT:
+        rows = min(plan.part_rows, meta.max_query_len * group)
+        combine_splits_kernel[(rows, num_kv_heads, plan.num_parts)](
+            out, plan.parts, plan.lse, meta.query_start_loc, meta.seq_lens, meta.num_reqs, window, plan.num_splits,
+            configs.MIN_TILES_PER_SPLIT, plan.max_split_queries, plan.part_rows, by_request, out.stride(0),
+            num_kv_heads, D=dim, BLOCK_D=block_d, GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            BLOCK_SPLITS=configs.MAX_SPLITS, ONE_TOKEN=one_token, num_warps=4)

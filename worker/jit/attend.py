@@ -23,9 +23,9 @@ from numba import types
 from numba.core import cgutils
 
 from worker.jit import step as st
-from worker.jit.vector import (F32, I64, VF, add, constant, device, exp, fma, get_f32, get_i32, get_i64,
-                               keep_between, lane_numbers, load_f32, make, max_lanes, maximum, mul, muladd,
-                               offset, read, read_bf16, set_f32, set_i64, splat, splat_i32, spread, store_f32, sub,
+from worker.jit.vector import (F32, I64, VF, add, constant, device, div, exp, fma, get_f32, get_i32, get_i64,
+                               keep_between, lane_numbers, load_f32, make, max_lanes, maximum, mul,
+                               offset, prefetch, read, read_bf16, set_f32, set_i64, splat, splat_i32, spread, store_f32, sub,
                                sum_lanes, write)
 
 _f32, _i32 = types.float32, types.int32
@@ -39,6 +39,9 @@ REQUEST, FIRST, COUNT, POSITION, BEGIN, END, PARTIAL = range(7)
 TASK_FIELDS = 8
 # Fields of a token: first partial (-1: its task wrote the output, -2: padding), number of partials, its number in the task.
 TOKEN_FIELDS = 4
+# Fields of a group of 16 keys: addresses of its keys and values, how many of them exist, keys of the group 64 further on.
+GROUP_K, GROUP_V, GROUP_COUNT, GROUP_NEXT_K, GROUP_FIELDS = range(5)
+FEW_ROWS = 3                                # up to so many rows a kernel fetches ahead
 _NEG_INF = float("-inf")
 
 
@@ -50,18 +53,26 @@ def _read_pool(b: Any, kind: int, address: Any) -> Any:
 
 
 def make_scores(kind: int, rows: int) -> Any:
-    """scores(q, ld_q, dim, k0, k1, k2, k3, ld_k, out, ld_out): rows of q [dim] times four groups of 16 keys, each a
-    column of vectors ld_k bytes apart -> out [rows, 64]."""
-    def generate(b: Any, q: Any, ld_q: Any, dim: Any, k0: Any, k1: Any, k2: Any, k3: Any, ld_k: Any, out: Any,
-                 ld_out: Any) -> None:
+    """scores(q, ld_q, dim, groups, ld_k, out, ld_out): rows of q [dim] times four groups of 16 keys, each a column of
+    vectors ld_k bytes apart -> out [rows, 64]. groups: see GROUP_FIELDS.
+
+    With few rows memory is what counts, and a block is too short for the hardware to see a stream: the next four groups
+    are asked for meanwhile.
+    """
+    def generate(b: Any, q: Any, ld_q: Any, dim: Any, groups: Any, ld_k: Any, out: Any, ld_out: Any) -> None:
         cells = [[cgutils.alloca_once(b, VF) for _ in range(4)] for _ in range(rows)]
         for row in cells:
             for cell in row:
                 b.store(constant(VF, 0.0), cell)
         q_rows = [b.add(q, b.mul(ld_q, constant(I64, m))) for m in range(rows)]
+        here = [read(b, offset(b, groups, 8 * (GROUP_FIELDS * g + GROUP_K)), I64, 8) for g in range(4)]
+        ahead = [read(b, offset(b, groups, 8 * (GROUP_FIELDS * g + GROUP_NEXT_K)), I64, 8) for g in range(4)]
         with cgutils.for_range(b, dim, intp=I64) as loop:
             at_k, at_q = b.mul(loop.index, ld_k), b.mul(loop.index, constant(I64, 4))
-            keys = [_read_pool(b, kind, b.add(group, at_k)) for group in (k0, k1, k2, k3)]
+            keys = [_read_pool(b, kind, b.add(group, at_k)) for group in here]
+            if rows <= FEW_ROWS:
+                for group in ahead:
+                    prefetch(b, b.add(group, at_k))
             for m in range(rows):
                 value = spread(b, read(b, b.add(q_rows[m], at_q), F32, 4), VF)
                 for g in range(4):
@@ -69,22 +80,25 @@ def make_scores(kind: int, rows: int) -> Any:
         for m in range(rows):
             for g in range(4):
                 write(b, offset(b, b.add(out, b.mul(ld_out, constant(I64, m))), 64 * g), b.load(cells[m][g]), 4)
-    return make(types.void, (types.intp,) * 10, generate)
+    return make(types.void, (types.intp,) * 7, generate)
 
 
 def make_values(kind: int, rows: int, vectors: int) -> Any:
-    """values(p, ld_p, v, ld_v, count, acc, ld_acc): acc[row] += sum over count keys of p[row, key] * v[key], for
-    `vectors` vectors of dimensions."""
-    def generate(b: Any, p: Any, ld_p: Any, v: Any, ld_v: Any, count: Any, acc: Any, ld_acc: Any) -> None:
+    """values(p, ld_p, v, next_v, ld_v, count, acc, ld_acc): acc[row] += sum over count keys of p[row, key] * v[key], for
+    `vectors` vectors of dimensions. next_v: values that are wanted soon."""
+    def generate(b: Any, p: Any, ld_p: Any, v: Any, next_v: Any, ld_v: Any, count: Any, acc: Any, ld_acc: Any) -> None:
         rows_at = [b.add(acc, b.mul(ld_acc, constant(I64, m))) for m in range(rows)]
         cells = [[cgutils.alloca_once(b, VF) for _ in range(vectors)] for _ in range(rows)]
         for m in range(rows):
             for i in range(vectors):
                 b.store(read(b, offset(b, rows_at[m], 64 * i), VF, 4), cells[m][i])
+        size = 64 if kind == st.POOL_F32 else 32
         with cgutils.for_range(b, count, intp=I64) as loop:
-            at_v, at_p = b.add(v, b.mul(loop.index, ld_v)), b.mul(loop.index, constant(I64, 4))
-            size = 64 if kind == st.POOL_F32 else 32
-            parts = [_read_pool(b, kind, offset(b, at_v, size * i)) for i in range(vectors)]
+            at_v, at_p = b.mul(loop.index, ld_v), b.mul(loop.index, constant(I64, 4))
+            parts = [_read_pool(b, kind, offset(b, b.add(v, at_v), size * i)) for i in range(vectors)]
+            if rows <= FEW_ROWS:
+                for i in range(0, size * vectors, 64):
+                    prefetch(b, offset(b, b.add(next_v, at_v), i))
             for m in range(rows):
                 weight = spread(b, read(b, b.add(b.add(p, b.mul(ld_p, constant(I64, m))), at_p), F32, 4), VF)
                 for i in range(vectors):
@@ -92,7 +106,7 @@ def make_values(kind: int, rows: int, vectors: int) -> Any:
         for m in range(rows):
             for i in range(vectors):
                 write(b, offset(b, rows_at[m], 64 * i), b.load(cells[m][i]), 4)
-    return make(types.void, (types.intp,) * 7, generate)
+    return make(types.void, (types.intp,) * 8, generate)
 
 
 _sf1, _sf2, _sf3, _sf6 = (make_scores(st.POOL_F32, rows) for rows in (1, 2, 3, 6))
@@ -103,7 +117,7 @@ _vf1s, _vb1s = make_values(st.POOL_F32, 1, 1), make_values(st.POOL_BF16, 1, 1)
 
 
 @device
-def _scores(kind, rows, q, ld_q, dim, k0, k1, k2, k3, ld_k, out):  # type: ignore[no-untyped-def]
+def _scores(kind, rows, q, ld_q, dim, groups, ld_k, out):  # type: ignore[no-untyped-def]
     m, ldo = 0, CHUNK * 4
     while m < rows:
         left = rows - m
@@ -111,33 +125,34 @@ def _scores(kind, rows, q, ld_q, dim, k0, k1, k2, k3, ld_k, out):  # type: ignor
         at, to = q + m * ld_q, out + m * ldo
         if kind == st.POOL_F32:
             if n == 6:
-                _sf6(at, ld_q, dim, k0, k1, k2, k3, ld_k, to, ldo)
+                _sf6(at, ld_q, dim, groups, ld_k, to, ldo)
             elif n == 3:
-                _sf3(at, ld_q, dim, k0, k1, k2, k3, ld_k, to, ldo)
+                _sf3(at, ld_q, dim, groups, ld_k, to, ldo)
             elif n == 2:
-                _sf2(at, ld_q, dim, k0, k1, k2, k3, ld_k, to, ldo)
+                _sf2(at, ld_q, dim, groups, ld_k, to, ldo)
             else:
-                _sf1(at, ld_q, dim, k0, k1, k2, k3, ld_k, to, ldo)
+                _sf1(at, ld_q, dim, groups, ld_k, to, ldo)
         elif n == 6:
-            _sb6(at, ld_q, dim, k0, k1, k2, k3, ld_k, to, ldo)
+            _sb6(at, ld_q, dim, groups, ld_k, to, ldo)
         elif n == 3:
-            _sb3(at, ld_q, dim, k0, k1, k2, k3, ld_k, to, ldo)
+            _sb3(at, ld_q, dim, groups, ld_k, to, ldo)
         elif n == 2:
-            _sb2(at, ld_q, dim, k0, k1, k2, k3, ld_k, to, ldo)
+            _sb2(at, ld_q, dim, groups, ld_k, to, ldo)
         else:
-            _sb1(at, ld_q, dim, k0, k1, k2, k3, ld_k, to, ldo)
+            _sb1(at, ld_q, dim, groups, ld_k, to, ldo)
         m += n
 
 
 @device
-def _values(kind, rows, p, v, dim, count, acc, ld_acc):  # type: ignore[no-untyped-def]
+def _values(kind, rows, p, v, next_v, dim, count, acc, ld_acc):  # type: ignore[no-untyped-def]
     """dim here is D', a multiple of 16."""
     ldp = CHUNK * 4
     ld_v = dim * 4 if kind == st.POOL_F32 else dim * 2
     column = 0
     while column < dim:
         wide = dim - column >= 64
-        at_v = v + (column * 4 if kind == st.POOL_F32 else column * 2)
+        skip = column * 4 if kind == st.POOL_F32 else column * 2
+        at_v, soon = v + skip, next_v + skip
         m = 0
         while m < rows:
             left = rows - m
@@ -145,26 +160,26 @@ def _values(kind, rows, p, v, dim, count, acc, ld_acc):  # type: ignore[no-untyp
             at, to = p + m * ldp, acc + m * ld_acc + column * 4
             if not wide:
                 if kind == st.POOL_F32:
-                    _vf1s(at, ldp, at_v, ld_v, count, to, ld_acc)
+                    _vf1s(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
                 else:
-                    _vb1s(at, ldp, at_v, ld_v, count, to, ld_acc)
+                    _vb1s(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
             elif kind == st.POOL_F32:
                 if n == 6:
-                    _vf6(at, ldp, at_v, ld_v, count, to, ld_acc)
+                    _vf6(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
                 elif n == 3:
-                    _vf3(at, ldp, at_v, ld_v, count, to, ld_acc)
+                    _vf3(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
                 elif n == 2:
-                    _vf2(at, ldp, at_v, ld_v, count, to, ld_acc)
+                    _vf2(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
                 else:
-                    _vf1(at, ldp, at_v, ld_v, count, to, ld_acc)
+                    _vf1(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
             elif n == 6:
-                _vb6(at, ldp, at_v, ld_v, count, to, ld_acc)
+                _vb6(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
             elif n == 3:
-                _vb3(at, ldp, at_v, ld_v, count, to, ld_acc)
+                _vb3(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
             elif n == 2:
-                _vb2(at, ldp, at_v, ld_v, count, to, ld_acc)
+                _vb2(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
             else:
-                _vb1(at, ldp, at_v, ld_v, count, to, ld_acc)
+                _vb1(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
             m += n
         column += 64 if wide else 16
 
@@ -199,24 +214,26 @@ def merge(total, part, ld):  # type: ignore[no-untyped-def]
 @device
 def finish(state, dim, out):  # type: ignore[no-untyped-def]
     """out [dim] = weighted values / sum."""
-    divisor = get_f32(state, 1)
-    for i in range(dim):
-        set_f32(out, i, get_f32(state, HEADER + i) / divisor)
+    divisor, whole = splat(get_f32(state, 1)), dim // 16 * 16
+    for i in range(0, whole * 4, 64):
+        store_f32(out + i, div(load_f32(state + HEADER * 4 + i), divisor))
+    for i in range(whole, dim):
+        set_f32(out, i, get_f32(state, HEADER + i) / get_f32(state, 1))
 
 
 @device
-def _softmax_row(scores, state, ld, scale, low0, high0, low1, high1, low2, high2, low3, high3, is_open):  # type: ignore[no-untyped-def]
-    """scores [64] -> weights in place; updates maximum and sum, rescales what is there. Lanes outside low .. high of
-    their group get weight 0."""
-    lanes, minus = lane_numbers(), splat(_f32(_NEG_INF))
-    factor, zero = splat(scale), splat(_f32(0.0))
+def _softmax_row(scores, state, ld, scale, low, high, n0, n1, n2, n3, is_open):  # type: ignore[no-untyped-def]
+    """scores [64] -> weights in place; updates maximum and sum, rescales what is there. Keys outside low .. high, and
+    from the n-th of a group on, get weight 0; is_open: there are none."""
+    factor = splat(scale)
     s0, s1 = mul(load_f32(scores), factor), mul(load_f32(scores + 64), factor)
     s2, s3 = mul(load_f32(scores + 128), factor), mul(load_f32(scores + 192), factor)
     if not is_open:
-        s0 = keep_between(s0, lanes, splat_i32(low0), splat_i32(high0), minus)
-        s1 = keep_between(s1, lanes, splat_i32(low1), splat_i32(high1), minus)
-        s2 = keep_between(s2, lanes, splat_i32(low2), splat_i32(high2), minus)
-        s3 = keep_between(s3, lanes, splat_i32(low3), splat_i32(high3), minus)
+        lanes, minus = lane_numbers(), splat(_f32(_NEG_INF))
+        s0 = keep_between(s0, lanes, splat_i32(_i32(low)), splat_i32(_i32(min(high, n0 - 1))), minus)
+        s1 = keep_between(s1, lanes, splat_i32(_i32(low - 16)), splat_i32(_i32(min(high - 16, n1 - 1))), minus)
+        s2 = keep_between(s2, lanes, splat_i32(_i32(low - 32)), splat_i32(_i32(min(high - 32, n2 - 1))), minus)
+        s3 = keep_between(s3, lanes, splat_i32(_i32(low - 48)), splat_i32(_i32(min(high - 48, n3 - 1))), minus)
     old, new = get_f32(state, 0), max_lanes(maximum(maximum(s0, s1), maximum(s2, s3)))
     top = old if old > new else new
     base = splat(_f32(0.0) if top == _f32(_NEG_INF) else top)
@@ -229,7 +246,7 @@ def _softmax_row(scores, state, ld, scale, low0, high0, low1, high1, low2, high2
     if top != old:
         keep = exp(sub(splat(old), base))
         for i in range(HEADER * 4, ld, 64):
-            store_f32(state + i, muladd(load_f32(state + i), keep, zero))
+            store_f32(state + i, mul(load_f32(state + i), keep))
         set_f32(state, 1, max_lanes(mul(splat(get_f32(state, 1)), keep)) + added)
         set_f32(state, 0, top)
     else:
@@ -260,45 +277,64 @@ def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
     most = max(MAX_ROWS, group * SPLIT_QUERIES)
     q_tile, total, part = scratch, scratch + most * padded_dim * 4, scratch + most * (padded_dim * 4 + ld)
     scores = part + most * ld
-    for m in range(rows):
-        source = get_i64(op, Q) + (first + m // group) * get_i64(op, LD_Q) + (head * group + m % group) * dim * 4
-        for i in range(dim):
-            set_f32(q_tile + m * padded_dim * 4, i, get_f32(source, i))
+    limits = scores + most * (CHUNK * 4)
+    groups = limits + most * 16              # this chunk's four, then the next one's
+    m = 0
+    for t in range(count):
+        at = position + t
+        high = _pool_order(at, size, padded)
+        low = _pool_order(max(0, at - window + 1), size, padded) if window > 0 else 0
+        for g in range(group):
+            source = get_i64(op, Q) + (first + t) * get_i64(op, LD_Q) + (head * group + g) * dim * 4
+            _copy(source, q_tile + m * padded_dim * 4, dim)
+            set_i64(limits, 2 * m, low)
+            set_i64(limits, 2 * m + 1, high)
+            m += 1
+    tile_low, tile_high = get_i64(limits, 0), get_i64(limits, 2 * rows - 1)
 
     table = get_i64(step, st.TABLE) + request * get_i64(step, st.TABLE_STRIDE) * 4
-    lowest = max(0, position - window + 1) if window > 0 else 0
-    tile_low = _pool_order(lowest, size, padded)
-    tile_high = _pool_order(position + count - 1, size, padded)
     k_pool, v_pool = get_i64(op, K_POOL), get_i64(op, V_POOL)
+    head_bytes = dim * padded * item            # of one head's keys in a block
+    value_bytes = padded * padded_dim * item
     if partial >= 0:
         total = get_i64(step, st.PARTIALS) + (partial * kv_heads + head) * (group * SPLIT_QUERIES * ld)
     _clear(rows, total, ld)
-    for split in range(get_i64(task, BEGIN), get_i64(task, END)):
-        _clear(rows, part, ld)
-        begin = max(split * SPLIT, tile_low // CHUNK * CHUNK)
-        for chunk in range(begin, min(split * SPLIT + SPLIT, tile_high + 1), CHUNK):
-            # Addresses of the four groups; behind the last key the last group again, masked below.
-            k0, v0, n0 = _group(k_pool, v_pool, table, chunk, tile_high, head, kv_heads, size, padded, dim, item)
-            k1, v1, n1 = _group(k_pool, v_pool, table, chunk + 16, tile_high, head, kv_heads, size, padded, dim, item)
-            k2, v2, n2 = _group(k_pool, v_pool, table, chunk + 32, tile_high, head, kv_heads, size, padded, dim, item)
-            k3, v3, n3 = _group(k_pool, v_pool, table, chunk + 48, tile_high, head, kv_heads, size, padded, dim, item)
-            _scores(kind, rows, q_tile, padded_dim * 4, dim, k0, k1, k2, k3, padded * item, scores)
-            for m in range(rows):
-                at = position + m // group
-                high = _pool_order(at, size, padded) - chunk
-                low = _pool_order(max(0, at - window + 1), size, padded) - chunk if window > 0 else -1
-                is_open = high >= CHUNK - 1 and low <= 0 and n0 + n1 + n2 + n3 == 64
-                _softmax_row(scores + m * (CHUNK * 4), part + m * ld, ld, scale,
-                             _i32(low), _i32(min(high, n0 - 1)), _i32(low - 16), _i32(min(high - 16, n1 - 1)),
-                             _i32(low - 32), _i32(min(high - 32, n2 - 1)), _i32(low - 48),
-                             _i32(min(high - 48, n3 - 1)), is_open)
-            acc = part + HEADER * 4
-            _masked_values(kind, rows, scores, v0, padded_dim, tile_low - chunk, n0, acc, ld)
-            _masked_values(kind, rows, scores + 64, v1, padded_dim, tile_low - chunk - 16, n1, acc, ld)
-            _masked_values(kind, rows, scores + 128, v2, padded_dim, tile_low - chunk - 32, n2, acc, ld)
-            _masked_values(kind, rows, scores + 192, v3, padded_dim, tile_low - chunk - 48, n3, acc, ld)
+    first_key = max(get_i64(task, BEGIN) * SPLIT, tile_low // CHUNK * CHUNK)
+    last_key = min(get_i64(task, END) * SPLIT - 1, tile_high)
+    # Walks the groups of 16 keys, one chunk ahead: which block of the table, and where in it.
+    index, within = first_key // padded, first_key % padded
+    index, within = _locate(groups, first_key, tile_high, index, within, table, k_pool, v_pool, head, kv_heads, size, padded,
+                            dim * item, padded_dim * item, item)
+    fresh = True
+    for chunk in range(first_key, last_key + 1, CHUNK):
+        if fresh or chunk % SPLIT == 0:
+            _clear(rows, part, ld)
+            fresh = False
+        for i in range(4 * GROUP_FIELDS):
+            set_i64(groups, i, get_i64(groups, 4 * GROUP_FIELDS + i) if chunk > first_key else get_i64(groups, i))
+        index, within = _locate(groups + 4 * 8 * GROUP_FIELDS, chunk + CHUNK, tile_high, index, within, table, k_pool, v_pool,
+                                head, kv_heads, size, padded, dim * item, padded_dim * item, item)
+        num_keys = 0
+        for g in range(4):
+            num_keys += get_i64(groups, g * GROUP_FIELDS + GROUP_COUNT)
+            set_i64(groups, g * GROUP_FIELDS + GROUP_NEXT_K, get_i64(groups, (4 + g) * GROUP_FIELDS + GROUP_K))
+        _scores(kind, rows, q_tile, padded_dim * 4, dim, groups, padded * item, scores)
+        n0, n1 = get_i64(groups, GROUP_COUNT), get_i64(groups, GROUP_FIELDS + GROUP_COUNT)
+        n2, n3 = get_i64(groups, 2 * GROUP_FIELDS + GROUP_COUNT), get_i64(groups, 3 * GROUP_FIELDS + GROUP_COUNT)
         for m in range(rows):
-            merge(total + m * ld, part + m * ld, ld)
+            low, high = get_i64(limits, 2 * m) - chunk, get_i64(limits, 2 * m + 1) - chunk
+            is_open = num_keys == CHUNK and high >= CHUNK - 1 and low <= 0
+            _softmax_row(scores + m * (CHUNK * 4), part + m * ld, ld, scale, low, high, n0, n1, n2, n3, is_open)
+        for g in range(4):
+            # Keys before the lowest window are not read: they may hold anything.
+            at, skip = groups + 8 * g * GROUP_FIELDS, max(0, tile_low - chunk - 16 * g)
+            if skip < get_i64(at, GROUP_COUNT):
+                _values(kind, rows, scores + (16 * g + skip) * 4, get_i64(at, GROUP_V) + skip * padded_dim * item,
+                        get_i64(at + 4 * 8 * GROUP_FIELDS, GROUP_V), padded_dim, get_i64(at, GROUP_COUNT) - skip,
+                        part + HEADER * 4, ld)
+        if (chunk + CHUNK) % SPLIT == 0 or chunk + CHUNK > last_key:
+            for m in range(rows):
+                merge(total + m * ld, part + m * ld, ld)
     if partial < 0:
         for m in range(rows):
             out = get_i64(op, OUT) + (first + m // group) * get_i64(op, LD_OUT) + (head * group + m % group) * dim * 4
@@ -306,25 +342,36 @@ def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
 
 
 @device
-def _masked_values(kind, rows, p, v, padded_dim, low, count, acc, ld):  # type: ignore[no-untyped-def]
-    """Keys low .. count of a group; those before `low` are outside every row's window, and may hold anything."""
-    skip = max(0, low)
-    if skip < count:
-        item = 4 if kind == st.POOL_F32 else 2
-        _values(kind, rows, p + skip * 4, v + skip * padded_dim * item, padded_dim, count - skip, acc, ld)
+def _copy(source, target, count):  # type: ignore[no-untyped-def]
+    whole = count // 16 * 16
+    for i in range(0, whole * 4, 64):
+        store_f32(target + i, load_f32(source + i))
+    for i in range(whole, count):
+        set_f32(target, i, get_f32(source, i))
 
 
 @device
-def _group(k_pool, v_pool, table, key, last, head, kv_heads, size, padded, dim, item):  # type: ignore[no-untyped-def]
-    """(address of 16 keys, of their values, how many of them exist) for the group at `key` in pool order."""
-    count = min(16, last - key + 1)
-    if count <= 0:
-        key, count = last // 16 * 16, 0
-    within = key % padded
-    count = min(count, size - within)
-    block = types.int64(get_i32(table, key // padded)) * kv_heads + head
-    padded_dim = (dim + 15) // 16 * 16
-    return (k_pool + (block * dim * padded + within) * item, v_pool + (block * padded + within) * padded_dim * item, count)
+def _locate(groups, key, last, index, within, table, k_pool, v_pool, head, kv_heads, size, padded, dim_bytes, row_bytes,
+            item):  # type: ignore[no-untyped-def]
+    """Fill four groups from `key` on; `index` and `within` say where that is. Behind the last key a group has no keys and
+    the address of one that has. Returns (index, within) of what follows."""
+    k = v = types.int64(0)
+    for g in range(4):
+        count = 0
+        if key + 16 * g <= last:
+            block = types.int64(get_i32(table, index)) * kv_heads + head
+            k = k_pool + block * dim_bytes * padded + within * item
+            v = v_pool + (block * padded + within) * row_bytes
+            count = min(16, last - key - 16 * g + 1, size - within)
+        elif g == 0:
+            k, v = k_pool, v_pool
+        set_i64(groups, g * GROUP_FIELDS + GROUP_K, k)
+        set_i64(groups, g * GROUP_FIELDS + GROUP_V, v)
+        set_i64(groups, g * GROUP_FIELDS + GROUP_COUNT, count)
+        within += 16
+        if within >= padded:
+            index, within = index + 1, 0
+    return index, within
 
 
 @device

@@ -10,7 +10,8 @@ from worker.jit.dot import BF16_WEIGHTS, F32_WEIGHTS, INT4, INT4_MIN, INT8, TILE
 from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
 
 KIND, X, LDX, SIDE, LD_SIDE, W, SCALES, MINIMA, NUM_K, NUM_TILES, TILE_BYTES, OUT, LD_OUT, BIAS = range(8, 22)
-TILES_PER_UNIT, ROWS_PER_UNIT, ROW_UNITS = range(22, 25)
+# TILE_ROWS: most rows of a tile for steps of up to 8, 32, 128 and more rows, eight bits each (worker/linear/table.py).
+TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, ROW_UNITS, MOST = range(22, 27)
 _UNIT_BYTES = 64 << 10                      # of weights: long enough for the hardware to see a stream
 _UNITS_PER_THREAD = 6
 _ROW_STEP = 12                              # whole tiles of every kind
@@ -40,6 +41,8 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
             rows = (num_rows + parts - 1) // parts
             rows = (rows + _ROW_STEP - 1) // _ROW_STEP * _ROW_STEP
     row_units = (num_rows + rows - 1) // rows
+    row_class = 0 if num_rows <= 8 else 1 if num_rows <= 32 else 2 if num_rows <= 128 else 3
+    set_i64(op, MOST, (get_i64(op, TILE_ROWS) >> (8 * row_class)) & 255)
     set_i64(op, TILES_PER_UNIT, per_unit)
     set_i64(op, ROWS_PER_UNIT, rows)
     set_i64(op, ROW_UNITS, row_units)
@@ -74,11 +77,17 @@ def _int_tile_rows(op, tile, m, last):  # type: ignore[no-untyped-def]
     s = get_i64(op, SCALES) + tile * num_blocks * (2 * TILE)
     mn = get_i64(op, MINIMA) + tile * num_blocks * (2 * TILE)
     out, ldo = get_i64(op, OUT) + tile * (4 * TILE), get_i64(op, LD_OUT)
+    most = get_i64(op, MOST)
     while m < last:
         left = last - m
         xm, sm, om = x + m * ldx, side + m * lds, out + m * ldo
-        # 5 = 3 + 2 and 7 = 4 + 3 rows: no single rows, which cost as much weight decoding as six.
-        step = 6 if left == 6 or left > 8 else 4 if left == 4 or left > 6 else 3 if left == 3 or left == 5 else left
+        # 5 = 3 + 2, 7 = 4 + 3 and 8 = 4 + 4 rows: no single rows, which cost as much weight decoding as six.
+        if most >= 6 and (left == 6 or left > 8):
+            step = 6
+        elif most >= 4 and (left == 4 or left > 5):
+            step = 4
+        else:
+            step = 3 if left == 3 or left >= 5 else min(left, 2)
         if kind == INT8:
             if step == 6:
                 _i8_6(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
@@ -121,9 +130,9 @@ def _float_tile_rows(op, tile, m, last):  # type: ignore[no-untyped-def]
     x, ldx = get_i64(op, X), get_i64(op, LDX)
     w = get_i64(op, W) + tile * get_i64(op, TILE_BYTES)
     out, ldo = get_i64(op, OUT) + tile * (4 * TILE), get_i64(op, LD_OUT)
-    is_f32 = get_i64(op, KIND) == F32_WEIGHTS
+    is_f32, most = get_i64(op, KIND) == F32_WEIGHTS, get_i64(op, MOST)
     while m < last:
-        left = last - m
+        left = min(last - m, most)
         xm, om = x + m * ldx, out + m * ldo
         step = 12 if left >= 12 else 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
         if is_f32:

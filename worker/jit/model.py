@@ -102,6 +102,11 @@ class JitModel:
         head = [] if self.head is self.embedding else [self.head]
         return [layer for parts in self.layers for layer in parts.values()] + [self.embedding] + head
 
+    def operations(self, codes: Sequence[int]) -> NDArray[np.int64]:
+        """The operations of these codes (program.py) of the last step's program, to be timed on their own."""
+        table = self._program.table
+        return np.ascontiguousarray(table[np.isin(table[:, pg.CODE], codes)])
+
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as they lie in memory."""

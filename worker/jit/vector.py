@@ -104,6 +104,14 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return call(builder, "llvm.fma.v16f32", VF, [a, b, c])
 
 
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for a cache line; any address is harmless."""
+    byte = I8.as_pointer()
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(
+        ir.VoidType(), [byte, I32, I32, I32]))
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
+
+
 def constant(kind: Any, value: Any) -> Any:
     return ir.Constant(kind, [value] * kind.count) if isinstance(kind, ir.VectorType) else ir.Constant(kind, value)
 

@@ -39,7 +39,7 @@ class AttentionWorkspace:
         group, width = heads // kv_heads, padded(dim)
         self._row_floats = attend.HEADER + width
         rows = max(attend.MAX_ROWS, group * attend.SPLIT_QUERIES)
-        floats = rows * (width + 2 * self._row_floats + attend.CHUNK)
+        floats = rows * (width + 2 * self._row_floats + attend.CHUNK + 4) + 256   # limits of a row: two int64; groups
         self._scratch = _floats((num_threads, padded(floats)))
         self.step[st.SCRATCH], self.step[st.SCRATCH_BYTES] = self._scratch.ctypes.data, self._scratch.strides[0]
         self._tasks = np.zeros((0, attend.TASK_FIELDS), np.int64)

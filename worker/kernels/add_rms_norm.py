@@ -35,13 +35,15 @@ def add_rms_norm_kernel(
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm(residual + delta) * weight [N, E]; residual [N, E] contiguous is updated in place. delta None: no add."""
+    """rms_norm(residual + delta) * weight [N, E]; residual [N, E], contiguous, is updated in place. delta None: no add.
+    """
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
     if num_rows:
+        added = residual if delta is None else delta
         add_rms_norm_kernel[(num_rows,)](
-            out, residual, residual if delta is None else delta, weight, eps, size if delta is None else delta.stride(0),
-            E=size, BLOCK_E=triton.next_power_of_2(size), HAS_DELTA=delta is not None, num_warps=row_warps(size))
+            out, residual, added, weight, eps, added.stride(0), E=size, BLOCK_E=triton.next_power_of_2(size),
+            HAS_DELTA=delta is not None, num_warps=row_warps(size))
     return out
 
 

@@ -60,9 +60,10 @@ def argmax(logits: Tensor) -> Tensor:
     num_chunks = triton.cdiv(size, block)
     values = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
     indices = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
-    argmax_chunks_kernel[(num_rows, num_chunks)](logits, values, indices, size, logits.stride(0), num_chunks, BLOCK=block,
-                                                 num_warps=4)
-    argmax_rows_kernel[(num_rows,)](out, values, indices, num_chunks, BLOCK=triton.next_power_of_2(num_chunks), num_warps=1)
+    argmax_chunks_kernel[(num_rows, num_chunks)](logits, values, indices, size, logits.stride(0), num_chunks,
+                                                 BLOCK=block, num_warps=4)
+    argmax_rows_kernel[(num_rows,)](out, values, indices, num_chunks, BLOCK=triton.next_power_of_2(num_chunks),
+                                    num_warps=1)
     return out
 
 

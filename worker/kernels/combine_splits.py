@@ -2,8 +2,8 @@
 
     out = sum_s w_s out_s / sum_s w_s,   w_s = 2 ** (lse_s - max lse)
 
-One program per query head and token of a tile, all splits at once: at one row the time is one trip to memory. Tiles that
-used one split were written by the attention kernel itself and are left alone.
+One program per query head and token of a tile, all splits at once: at one row the time is one trip to memory. Tiles
+that used one split were written by the attention kernel itself and are left alone.
 Does not know how the parts were made. Source: Dao et al. 2023 (Flash-Decoding).
 """
 
@@ -14,31 +14,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels.paged_attention import find_tile
+from worker.kernels.paged_attention import PER_STEP, PER_STEP_POINTERS, find_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[name for name in PER_STEP if name != "stride_table"],
+            do_not_specialize_on_alignment=[name for name in PER_STEP_POINTERS if name != "table_ptr"])
 def combine_splits_kernel(
     out_ptr, part_ptr, part_lse_ptr, starts_ptr, lens_ptr, num_reqs, window, num_splits, min_tiles, max_split_queries,
-    part_rows, stride_out, num_kv_heads, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    part_rows, parts_by_request, stride_out, num_kv_heads, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SPLITS: tl.constexpr, ONE_TOKEN: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
-    """Grid (rows of a part, Hkv, parts): parts are tiles if SPLIT is 1, requests if it is 2."""
+    """Grid (rows of a part, Hkv, parts): parts are requests or tiles."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
-    if (SPLIT == 2) and not ONE_TOKEN:
-        tile = tl.load(starts_ptr + part) // BLOCK_Q + part
-    else:
-        tile = part
+    tile = part
+    if not ONE_TOKEN:
+        if parts_by_request != 0:
+            tile = tl.load(starts_ptr + part) // BLOCK_Q + part
     request, first, num_queries, position, key_begin, key_tiles, per_split, count = find_tile(
         starts_ptr, lens_ptr, num_reqs, tile, window, min_tiles, num_splits, BLOCK_Q, BLOCK_N, ONE_TOKEN)
-    if SPLIT == 2:
-        if count > max_split_queries:
-            return
-    if (row >= num_queries * GROUP) | (per_split >= key_tiles):
+    if (row >= num_queries * GROUP) | (per_split >= key_tiles) | (count > max_split_queries):
         return
     used = tl.cdiv(key_tiles, per_split)
     splits = tl.arange(0, BLOCK_SPLITS)

@@ -77,9 +77,8 @@ def attention_config(num_rows: int, padded_dim: int, q_bytes: int, kv_bytes: int
             break
     else:
         config = candidates[-1]
-    if 16 < num_rows < config.block_m:  # drafts to verify, many query heads per KV head: no larger tile than needed
-        rows = max(32, 1 << (num_rows - 1).bit_length())
-        config = TileConfig(min(rows, config.block_m), config.block_n, min(4, config.num_warps), config.num_stages)
+    if 16 < num_rows <= 32 < config.block_m:  # drafts to verify, or many query heads per KV head
+        config = TileConfig(32, config.block_n, min(4, config.num_warps), config.num_stages)
     return config
 
 

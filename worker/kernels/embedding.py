@@ -1,5 +1,5 @@
-"""Rows of the embedding table by token id. An id outside the table gives zeros instead of a fault: the newest token of a
-row whose logits were bad is -1 until the core has heard of it."""
+"""Rows of the embedding table by token id. An id outside the table gives zeros instead of a fault: the newest token of
+a row whose logits were bad is -1 until the core has heard of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from worker.kernels.configs import ELEMENTS_PER_PROGRAM
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
 def embedding_kernel(out_ptr, table_ptr, ids_ptr, vocab_size, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Grid (N, size / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)

@@ -16,7 +16,7 @@ from worker.kernels.kv_quant import LARGEST_CODE, encode, is_quantized, quantize
 from worker.kv_pool import scatter_kv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_slot"], do_not_specialize_on_alignment=["slots_ptr"])
 def kv_write_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, last_slot, stride_k, stride_v, num_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, LARGEST: tl.constexpr, IS_INT8: tl.constexpr,

@@ -10,8 +10,9 @@ request and needs nothing from the host.
 
 Splits (flash-decoding): with few tiles and long contexts the keys of a tile are shared out over the third grid axis and
 combine_splits.py merges the parts. How many parts a tile uses follows from its own length on the device, so a captured
-launch serves any lengths. SPLIT 0: none. 1: every tile. 2: only requests of at most max_split_queries queries, beside
-prefill chunks (one long context must not hold up the step); workspace rows are then numbered by request, not by tile.
+launch serves any lengths. Beside prefill chunks only requests of at most max_split_queries queries are split (one long
+context must not hold up the step); their workspace is numbered by request instead of by tile. One compiled variant
+serves all of these, with and without splits: what changes from step to step is an argument, never a constant.
 Keys past a request's end are never loaded: null block, scratch and tails of blocks may hold NaN.
 Sources: Dao 2023 (FlashAttention-2); Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding).
 Does not know how the pool is filled, or which configuration is fast.
@@ -61,8 +62,8 @@ def find_tile(starts_ptr, lens_ptr, num_reqs, tile, window, min_tiles, num_split
 
 
 @triton.jit
-def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lo, hi, end, kv_head,
-              scale, softcap, window, stride_slot, num_kv_heads, D: tl.constexpr, BLOCK_D: tl.constexpr,
+def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lo, hi, end,
+              kv_head, scale, softcap, window, stride_slot, num_kv_heads, D: tl.constexpr, BLOCK_D: tl.constexpr,
               BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
               HAS_SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Online softmax over keys lo .. hi, both multiples of BLOCK_N unless MASKED. In base 2: `scale` includes log2 e,
@@ -95,7 +96,7 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
             k = tl.load(k_ptr + at)
         if k.dtype != q.dtype:
             k = k.to(tl.float32).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
         if QUANTIZED:
             scale_at = slots * num_kv_heads + kv_head
             if MASKED:
@@ -106,7 +107,8 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
                 v_scale = tl.load(v_scale_ptr + scale_at).to(tl.float32)
             scores = scores * k_scale[None, :]
         if HAS_SOFTCAP:  # cap * tanh(x / cap), tanh(y) = 1 - 2 / (e^2y + 1)
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / softcap)) + 1.0)) * 1.4426950408889634
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / softcap)) + 1.0))
+            scores = scores * 1.4426950408889634
         if MASKED:
             visible = (keys[None, :] <= q_position[:, None]) & (keys < end)[None, :]
             if HAS_WINDOW:
@@ -130,18 +132,23 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
             v = tl.load(v_ptr + at)
         if v.dtype != q.dtype:
             v = v.to(tl.float32).to(q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
         highest = new_highest
     return acc, total, highest
 
 
-@triton.jit
+# What changes from step to step must not select another compiled variant.
+PER_STEP = ["num_reqs", "num_splits", "min_tiles", "max_split_queries", "part_rows", "parts_by_request", "stride_table"]
+PER_STEP_POINTERS = ["part_ptr", "part_lse_ptr", "starts_ptr", "lens_ptr", "table_ptr"]
+
+
+@triton.jit(do_not_specialize=PER_STEP, do_not_specialize_on_alignment=PER_STEP_POINTERS)
 def paged_attention_kernel(
     out_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, part_ptr, part_lse_ptr, starts_ptr, lens_ptr,
-    table_ptr, num_reqs, scale, softcap, window, num_splits, min_tiles, max_split_queries, part_rows, stride_q, stride_out,
-    stride_slot, stride_table, num_kv_heads,
+    table_ptr, num_reqs, scale, softcap, window, num_splits, min_tiles, max_split_queries, part_rows, parts_by_request,
+    stride_q, stride_out, stride_slot, stride_table, num_kv_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ONE_TOKEN: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
     """Grid (Hkv, tiles, splits) if ONE_TOKEN, so that neighbours read neighbouring heads of the same slots, else
@@ -158,11 +165,9 @@ def paged_attention_kernel(
         starts_ptr, lens_ptr, num_reqs, tile, window, min_tiles, num_splits, BLOCK_Q, BLOCK_N, ONE_TOKEN)
     if num_queries <= 0:
         return
-    if SPLIT == 2:
-        per_split = tl.where(count <= max_split_queries, per_split, key_tiles)
-    if SPLIT > 0:
-        if (split > 0) & (split * per_split >= key_tiles):
-            return
+    per_split = tl.where(count <= max_split_queries, per_split, key_tiles)
+    if (split > 0) & (split * per_split >= key_tiles):
+        return
 
     rows = tl.arange(0, BLOCK_M)
     offsets_d = tl.arange(0, BLOCK_D)
@@ -173,12 +178,8 @@ def paged_attention_kernel(
     q = tl.load(q_ptr + (q_rows * stride_q + heads * D)[:, None] + offsets_d[None, :], mask=at_row, other=0.0)
     q_position = position + rows // GROUP
     end = position + num_queries
-    if SPLIT > 0:
-        lo = key_begin + split * per_split * BLOCK_N
-        hi = tl.minimum(end, lo + per_split * BLOCK_N)
-    else:
-        lo = key_begin
-        hi = end
+    lo = key_begin + split * per_split * BLOCK_N
+    hi = tl.minimum(end, lo + per_split * BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -190,25 +191,23 @@ def paged_attention_kernel(
         whole = tl.maximum(tl.minimum(hi, (position + 1) // BLOCK_N * BLOCK_N), lo)
         acc, total, highest = _add_keys(
             acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-            table_ptr + request.to(tl.int64) * stride_table, lo, whole, end, kv_head, scale, softcap, window, stride_slot,
-            num_kv_heads, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, HAS_SOFTCAP, QUANTIZED)
+            table_ptr + request.to(tl.int64) * stride_table, lo, whole, end, kv_head, scale, softcap, window,
+            stride_slot, num_kv_heads, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, HAS_SOFTCAP, QUANTIZED)
         lo = whole
     acc, total, highest = _add_keys(
         acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr + request.to(tl.int64) * stride_table, lo, hi, end, kv_head, scale, softcap, window, stride_slot,
         num_kv_heads, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, HAS_WINDOW, HAS_SOFTCAP, QUANTIZED)
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # no key at all (padding): zeros
-    if SPLIT > 0:
-        if per_split < key_tiles:
-            part = tile if SPLIT == 1 else request
-            part = (part.to(tl.int64) * num_kv_heads + kv_head) * num_splits + split
-            part_row = part * part_rows + rows
-            tl.store(part_ptr + part_row[:, None] * D + offsets_d[None, :], out, mask=at_row)
-            lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(tl.where(total == 0.0, 1.0, total)))
-            tl.store(part_lse_ptr + part_row, lse, mask=is_row)
-            return
-    tl.store(out_ptr + (q_rows * stride_out + heads * D)[:, None] + offsets_d[None, :], out.to(out_ptr.dtype.element_ty),
-             mask=at_row)
+    if per_split < key_tiles:
+        part = tl.where(parts_by_request != 0, request, tile)
+        part_row = ((part.to(tl.int64) * num_kv_heads + kv_head) * num_splits + split) * part_rows + rows
+        tl.store(part_ptr + part_row[:, None] * D + offsets_d[None, :], out, mask=at_row)
+        lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        tl.store(part_lse_ptr + part_row, lse, mask=is_row)
+    else:
+        tl.store(out_ptr + (q_rows * stride_out + heads * D)[:, None] + offsets_d[None, :],
+                 out.to(out_ptr.dtype.element_ty), mask=at_row)
 
 
 def paged_attention_reference(
@@ -217,6 +216,7 @@ def paged_attention_reference(
 ) -> Tensor:
     """The same in plain torch and float32, request by request. q [N, H, D]; cache k, v [B, S, Hkv, D] and, for narrow
     pools, their scales [B, S, Hkv]; sinks [H]: a logit beside those of the keys."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     pools = [dequantize(p, s) for p, s in zip(cache[:2], cache[2:], strict=True)] if len(cache) == 4 else cache[:2]
     group, out = q.shape[1] // cache[0].shape[2], torch.zeros_like(q)
     for r in range(meta.num_reqs):
@@ -225,7 +225,7 @@ def paged_attention_reference(
         if length == 0 or begin == end:
             continue
         k, v = (gather_context(p, meta.block_table[r], length).float().repeat_interleave(group, 1) for p in pools)
-        scores = torch.einsum("thd,lhd->htl", q[begin:end].float(), k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = torch.einsum("thd,lhd->htl", q[begin:end].float(), k) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         q_position = torch.arange(length - (end - begin), length, device=q.device)[:, None]

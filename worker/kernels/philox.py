@@ -1,7 +1,7 @@
 """Noise on the device, equal bit for bit to ipc/counter_rng.py: Philox4x32-10 of (seed, child, output index, lane).
 
-The layout of key and counter is drawn there. Nothing has to be stored, seeded or advanced, so a captured graph draws the
-right noise for whatever rows it is replayed with. Does not know what the noise is for.
+The layout of key and counter is drawn there. Nothing has to be stored, seeded or advanced, so a captured graph draws
+the right noise for whatever rows it is replayed with. Does not know what the noise is for.
 Source: Salmon et al. 2011.
 """
 
@@ -39,8 +39,8 @@ def _mix(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def uniform_lanes(seed, child, output_index, lanes):  # type: ignore[no-untyped-def]
-    """float32 in (0, 1) for one row's lanes (int32 [n]); seed and output_index int64 scalars, child int32. Usable inside
-    other kernels, so that a sampler needs no noise in memory."""
+    """float32 in (0, 1) for one row's lanes (int32 [n]); seed and output_index int64 scalars, child int32. Usable
+    inside other kernels, so that a sampler needs no noise in memory."""
     zero = lanes * 0
     c0 = (output_index & 0xFFFFFFFF).to(tl.uint32) + zero.to(tl.uint32)
     c1 = ((output_index >> 32) & 0xFFFFFFFF).to(tl.uint32) + zero.to(tl.uint32)
@@ -55,7 +55,7 @@ def uniform_lanes(seed, child, output_index, lanes):  # type: ignore[no-untyped-
     return odd.to(tl.float32) * 5.9604644775390625e-08
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seeds_ptr", "children_ptr", "indices_ptr"])
 def philox_uniform_kernel(out_ptr, seeds_ptr, children_ptr, indices_ptr, num_lanes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Grid (R, lanes / BLOCK)."""
     row = tl.program_id(0)
@@ -65,13 +65,14 @@ def philox_uniform_kernel(out_ptr, seeds_ptr, children_ptr, indices_ptr, num_lan
 
 
 def philox_uniform(seeds: Tensor, children: Tensor, output_index: Tensor, lanes: int = 1) -> Tensor:
-    """float32 [R, lanes] in (0, 1). seeds int64 [R] (the bits of the uint64), children int32 [R], output_index int64 [R]."""
+    """float32 [R, lanes] in (0, 1). seeds int64 [R] (the bits of the uint64), children int32 [R], output_index int64
+    [R]."""
     num_rows = len(seeds)
     out = torch.empty((num_rows, lanes), dtype=torch.float32, device=seeds.device)
     if num_rows and lanes:
         block = min(256, triton.next_power_of_2(lanes))
-        philox_uniform_kernel[(num_rows, triton.cdiv(lanes, block))](out, seeds, children, output_index, lanes, BLOCK=block,
-                                                                     num_warps=max(1, block // 64))
+        philox_uniform_kernel[(num_rows, triton.cdiv(lanes, block))](out, seeds, children, output_index, lanes,
+                                                                     BLOCK=block, num_warps=max(1, block // 64))
     return out
 
 

@@ -22,10 +22,10 @@ from worker.kernels.kv_quant import LARGEST_CODE, encode, scale_of
 from worker.kernels.kv_write import kv_write_reference
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_slot"], do_not_specialize_on_alignment=["slots_ptr"])
 def qkv_rope_kv_write_kernel(
-    qkv_ptr, q_out_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, cos_ptr, sin_ptr, norm_ptr, slots_ptr, last_slot,
-    eps, stride_qkv, stride_table, num_heads, num_kv_heads,
+    qkv_ptr, q_out_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, cos_ptr, sin_ptr, norm_ptr, slots_ptr,
+    last_slot, eps, stride_qkv, stride_table, num_heads, num_kv_heads,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
     LARGEST: tl.constexpr, IS_INT8: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
@@ -51,8 +51,9 @@ def qkv_rope_kv_write_kernel(
         n1 = x1 * inverse * tl.load(norm_ptr + at, mask=rotated_mask, other=0.0).to(tl.float32)
         n2 = x2 * inverse * tl.load(norm_ptr + at + HALF, mask=rotated_mask, other=0.0).to(tl.float32)
     # Both halves of the cos table are equal; of the sin table the second half has the plain sign.
-    cos = tl.load(cos_ptr + token * stride_table + offsets, mask=offsets < HALF, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + token * stride_table + HALF + offsets, mask=offsets < HALF, other=0.0).to(tl.float32)[None, :]
+    at_table = token * stride_table + offsets[None, :]
+    cos = tl.load(cos_ptr + at_table, mask=in_half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at_table + HALF, mask=in_half, other=0.0).to(tl.float32)
     y1 = tl.where(is_rotated, n1 * cos - n2 * sin, x1)
     y2 = tl.where(is_rotated, n2 * cos + n1 * sin, x2)
 
@@ -100,9 +101,10 @@ def qkv_rope_kv_write(
     heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_all))
     qkv_rope_kv_write_kernel[(num_tokens, triton.cdiv(num_all, heads))](
         qkv, q_out, cache[0], cache[1], scales[0], scales[1], cos, sin, cos if norm_weight is None else norm_weight,
-        slot_mapping, pool.shape[0] * pool.shape[1] - 1, eps, qkv.stride(0), cos.stride(0), num_heads, num_kv_heads, D=dim,
-        HALF=dim // 2, BLOCK_HALF=triton.next_power_of_2(dim // 2), HEADS=heads, HAS_NORM=norm_weight is not None,
-        LARGEST=LARGEST_CODE.get(pool.dtype, 0.0), IS_INT8=pool.dtype == torch.int8, num_warps=1)
+        slot_mapping, pool.shape[0] * pool.shape[1] - 1, eps, qkv.stride(0), cos.stride(0), num_heads,
+        num_kv_heads, D=dim, HALF=dim // 2, BLOCK_HALF=triton.next_power_of_2(dim // 2), HEADS=heads,
+        HAS_NORM=norm_weight is not None, LARGEST=LARGEST_CODE.get(pool.dtype, 0.0), IS_INT8=pool.dtype == torch.int8,
+        num_warps=1)
     return q_out
 
 

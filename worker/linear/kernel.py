@@ -18,6 +18,7 @@ from worker.jit import step as st
 from worker.jit.team import Team, get_team
 from worker.linear.formats import BLOCK, aligned_empty
 from worker.linear.route import PackedLinear
+from worker.linear.table import packed_rows
 
 
 class Activations(NamedTuple):
@@ -44,6 +45,7 @@ def add_linear(program: pg.Program, layer: PackedLinear, source: Activations, ou
             mm.W: weight.data.ctypes.data, mm.SCALES: weight.scales.ctypes.data, mm.MINIMA: weight.minima.ctypes.data,
             mm.NUM_K: layer.num_k, mm.NUM_TILES: weight.num_tiles, mm.TILE_BYTES: weight.tile_bytes,
             mm.OUT: out + 4 * start, mm.LD_OUT: ld_out,
+            mm.TILE_ROWS: packed_rows(weight.kind),
             mm.BIAS: 0 if layer.bias is None else layer.bias.ctypes.data + 4 * start})
 
 
@@ -83,12 +85,21 @@ class KernelLinear:
         add_linear(self._program, self._layer, source, 0, 4 * self.padded_out)
         self._outs = self._program.table[:, mm.OUT].copy()
 
+    @property
+    def table(self) -> np.ndarray:
+        """The operations; fields that are not addresses may be changed, for tuning."""
+        return self._program.table
+
+    def prepare(self, rows: int) -> None:
+        """Make buffers for so many rows."""
+        if rows > self._capacity:
+            self._grow(rows)
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [M, K] float32 -> [M, num_out]; out: [M, padded_out] to write to instead of a new tensor."""
         x = x.float().contiguous()
         rows = x.shape[0]
-        if rows > self._capacity:
-            self._grow(rows)
+        self.prepare(rows)
         if out is None:
             out = torch.empty((rows, self.padded_out), dtype=torch.float32)
         if rows == 0:

@@ -353,11 +353,9 @@ def logprob_rows(x, stride, width, begin, end, targets, num_top, scratch, histog
     for r in range(begin, end):
         row = x[r * stride:r * stride + width]
         _, top = _scan(row, width, chunk_max)
+        ids[r, :], values[r, :] = 0, -np.inf
         if not np.isfinite(top):
-            ids[r, :] = 0
-            values[r, :] = np.nan
-            ranks[r] = 1
-            ids[r, 0] = targets[r]
+            ids[r, 0], values[r, 0], ranks[r] = targets[r], np.nan, 1
             continue
         total = np.log(_chunk_sums(row, width, chunk_max, top, one, np.float32(-np.inf), tile, sums))
         token = targets[r]
@@ -388,8 +386,6 @@ def logprob_rows(x, stride, width, begin, end, targets, num_top, scratch, histog
                     n += n < count
         for j in range(1, n + 1):
             values[r, j] = np.float64(row[ids[r, j]]) - top - total
-        for j in range(n + 1, ids.shape[1]):
-            ids[r, j], values[r, j] = 0, -np.inf
 
 
 @_entry

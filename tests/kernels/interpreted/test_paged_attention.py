@@ -40,8 +40,8 @@ def the_plan(meta: object) -> LaunchPlan:
     return plan
 
 
-@pytest.mark.parametrize("window", [0, 1, 20])
-@pytest.mark.parametrize("batch", [name for name in BATCHES if name != "long chunk in pieces"])
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("batch", [name for name in BATCHES if "long" not in name])
 def test_the_backend_passes_the_suite_of_all_backends(window: int, batch: str) -> None:
     """The batches of tests/worker/test_attention.py, written through the backend itself."""
     query_lens, seq_lens = BATCHES[batch]
@@ -52,7 +52,9 @@ def test_the_backend_passes_the_suite_of_all_backends(window: int, batch: str) -
     torch.testing.assert_close(backend.forward(q, cache, meta, window=window).double(), expected, **FLOAT32)
 
 
-@pytest.mark.parametrize("heads, kv_heads, dim", [(1, 1, 64), (4, 1, 16), (9, 3, 64), (3, 3, 80), (7, 1, 96), (2, 1, 256)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim", [(1, 1, 64), (4, 1, 16), (9, 3, 64), (3, 3, 80), (7, 1, 96), (2, 1, 256)]
+)
 def test_head_shapes_of_mixed_batches_and_an_explicit_scale(heads: int, kv_heads: int, dim: int) -> None:
     meta, cache = make_batch([1, 9, 1], [17, 30, 32], kv_heads=kv_heads, dim=dim)
     q = random_q(11, heads, dim)
@@ -60,58 +62,71 @@ def test_head_shapes_of_mixed_batches_and_an_explicit_scale(heads: int, kv_heads
     torch.testing.assert_close(out, paged_attention_reference(q, cache, meta, scale=0.3), **FLOAT32)
 
 
-@pytest.mark.parametrize("block_size, block_n", [(16, 16), (16, 32), (32, 16), (48, 32), (64, 64), (80, 16)])
-def test_block_sizes_below_at_and_above_the_key_tile(block_size: int, block_n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block_size, block_n", [(16, 32), (48, 32), (64, 64), (80, 16)])
+def test_block_sizes_below_at_and_above_the_key_tile(
+    block_size: int, block_n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = use_tiles(monkeypatch, 16, block_n, processors=1)
-    meta, cache = make_batch([1, 12, 1, 1], [block_size, 70, block_size + 1, block_size - 1], block_size=block_size)
-    q = random_q(15, 4, 16)
+    meta, cache = make_batch([1, 6, 1], [block_size, block_size + 1, block_size - 1], kv_heads=1, block_size=block_size)
+    q = random_q(8, 4, 16)
     torch.testing.assert_close(backend.forward(q, cache, meta), paged_attention_reference(q, cache, meta), **FLOAT32)
 
 
 @pytest.mark.parametrize("window", [0, 5, 33])
-@pytest.mark.parametrize("lens, split", [
-    (([1, 1, 1], [70, 3, 16]), SPLIT_TILES),
-    (([1, 1], [0, 40]), SPLIT_TILES),
-    (([20], [75]), SPLIT_TILES),
-    (([1, 40, 2, 1], [90, 40, 17, 0]), SPLIT_SHORT_REQUESTS),
-])
+@pytest.mark.parametrize(
+    "lens, split",
+    [
+        (([1, 1, 1], [70, 0, 16]), SPLIT_TILES),
+        (([9], [60]), SPLIT_TILES),
+        (([1, 21, 2, 1], [70, 21, 17, 0]), SPLIT_SHORT_REQUESTS),
+    ],
+)
 def test_split_contexts_equal_unsplit_ones(
     lens: tuple[list[int], list[int]], split: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with freed blocks behind the window, and splits in which a row sees no key."""
-    backend = use_tiles(monkeypatch, 16, 16, processors=4 if split == SPLIT_SHORT_REQUESTS else 64)
+    backend = use_tiles(monkeypatch, 16, 16, processors=4 if split == SPLIT_SHORT_REQUESTS else 16)
     meta, cache = make_batch(*lens, window=window)
     q = random_q(sum(lens[0]), 4, 16)
     out = backend.forward(q, cache, meta, window=window)
-    assert the_plan(meta).split == split and the_plan(meta).num_splits > 1
+    assert the_plan(meta).kind == split and the_plan(meta).num_splits > 1
     expected = paged_attention_reference(q, tuple(x.nan_to_num() for x in cache), meta, window=window)
     torch.testing.assert_close(out, expected, **FLOAT32)
 
 
-@pytest.mark.parametrize("processors", [1, 64])
+@pytest.mark.parametrize("processors", [1, 8])
 def test_softcap_and_sinks(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = use_tiles(monkeypatch, 16, 16, processors)
-    meta, cache = make_batch([1, 10, 1], [50, 31, 0])
-    q, sinks = 4 * random_q(12, 4, 16), torch.tensor([0.5, -1.0, 3.0, 20.0])
+    meta, cache = make_batch([1, 5, 1], [50, 31, 0], kv_heads=1)
+    q, sinks = 4 * random_q(7, 4, 16), torch.tensor([0.5, -1.0, 3.0, 20.0])
     for options in ({"softcap": 2.0}, {"sinks": sinks}, {"softcap": 5.0, "sinks": sinks, "window": 9}):
         out = backend.forward(q, cache, meta, **options)
         torch.testing.assert_close(out, paged_attention_reference(q, cache, meta, **options), **FLOAT32)
         meta.cache.clear()
 
 
-@pytest.mark.parametrize("dtype, pool", [(BF16, BF16), (torch.float16, torch.float16), (BF16, FP8), (BF16, INT8),
-                                         (torch.float32, BF16), (torch.float32, INT8), (torch.float32, FP8)])
+@pytest.mark.parametrize(
+    "dtype, pool",
+    [
+        (BF16, BF16),
+        (torch.float16, torch.float16),
+        (BF16, FP8),
+        (BF16, INT8),
+        (torch.float32, BF16),
+        (torch.float32, INT8),
+        (torch.float32, FP8),
+    ],
+)
 def test_pools_of_every_dtype_equal_their_dequantised_values(
     dtype: torch.dtype, pool: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for processors in (1, 64):
-        backend = use_tiles(monkeypatch, 16, 16, processors)
-        meta, cache = make_batch([1, 7, 1], [33, 40, 0], dim=64, dtype=pool)
-        q = random_q(9, 4, 64, dtype)
-        out = backend.forward(q, cache, meta)
-        assert out.dtype == dtype
-        expected = paged_attention_reference(q, cache, meta)
-        torch.testing.assert_close(out, expected, **(FLOAT32 if dtype == torch.float32 else HALF))
+    backend = use_tiles(monkeypatch, 16, 16, processors=8)
+    meta, cache = make_batch([1, 4, 1], [33, 40, 0], kv_heads=1, dim=64, dtype=pool)
+    q = random_q(6, 3, 64, dtype)
+    out = backend.forward(q, cache, meta)
+    assert out.dtype == dtype and the_plan(meta).kind == SPLIT_TILES
+    expected = paged_attention_reference(q, cache, meta)
+    torch.testing.assert_close(out, expected, **(FLOAT32 if dtype == torch.float32 else HALF))
 
 
 def test_narrow_pools_stay_close_to_exact_attention() -> None:
@@ -138,20 +153,26 @@ def test_strided_queries_of_a_fused_projection_are_read_in_place() -> None:
 
 def test_more_requests_than_are_compared_at_once() -> None:
     """The search for a tile's request walks 128 starts at a time."""
-    meta, cache = make_batch([1] * 129 + [2], [1] * 129 + [5], kv_heads=1)
+    meta, cache = make_batch([1] * 129 + [2], [0] * 127 + [1, 3, 5], kv_heads=1)
     q = random_q(131, 1, 16)
     out = get_backend("triton").forward(q, cache, meta)
     torch.testing.assert_close(out, paged_attention_reference(q, cache, meta), **FLOAT32)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    requests=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60), st.booleans()), min_size=1, max_size=4),
-    window=st.sampled_from([0, 0, 7, 40]), processors=st.sampled_from([1, 4, 64]), group=st.sampled_from([1, 3, 4]),
+    requests=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 50), st.booleans()), min_size=1, max_size=4),
+    window=st.sampled_from([0, 0, 7, 40]),
+    processors=st.sampled_from([1, 4, 16]),
+    group=st.sampled_from([1, 3, 4]),
     kv_heads=st.sampled_from([1, 2]),
 )
 def test_random_ragged_batches(
-    requests: list[tuple[int, int, bool]], window: int, processors: int, group: int, kv_heads: int,
+    requests: list[tuple[int, int, bool]],
+    window: int,
+    processors: int,
+    group: int,
+    kv_heads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = use_tiles(monkeypatch, 16, 16, processors)
@@ -177,17 +198,25 @@ def test_a_step_is_planned_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_many_rows_are_not_split_and_few_long_ones_are() -> None:
-    chip = Device(90, 132)
     def plan(query_lens: list[int], seq_lens: list[int]) -> LaunchPlan:
         meta, _ = make_batch(query_lens, [min(n, 64) for n in seq_lens])
         meta.max_seq_len = max(seq_lens)
-        return triton_paged.plan_launch(meta, sum(query_lens), 4, 8, 128, 128, 2, 2, chip)
-    assert plan([1] * 64, [8192] * 64).split == NO_SPLIT
+        tile = configs.attention_config(4 * max(query_lens), 128, 2, 2, 90)
+        return triton_paged.plan_launch(meta, sum(query_lens), 4, 8, 128, tile, 132)
+
+    assert plan([1] * 64, [8192] * 64).kind == NO_SPLIT
     one = plan([1], [32768])
-    assert (one.split, one.num_splits) == (SPLIT_TILES, 32)
+    assert (one.kind, one.num_splits) == (SPLIT_TILES, 32)
     mixed = plan([300] * 10 + [1], [300] * 10 + [32768])
-    assert (mixed.split, mixed.num_splits, mixed.num_parts, mixed.max_split_queries) == (SPLIT_SHORT_REQUESTS, 16, 11, 4)
-    assert plan([1], [100]).split == NO_SPLIT
+    assert (mixed.kind, mixed.num_splits, mixed.num_parts, mixed.max_split_queries) == (SPLIT_SHORT_REQUESTS, 16, 11, 4)
+    assert plan([1], [100]).kind == NO_SPLIT
+
+
+def test_warming_up_launches_every_variant_and_leaves_the_pool_alone() -> None:
+    _, cache = make_batch([1], [20])
+    before = [tensor.view(torch.uint8).clone() for tensor in cache]
+    assert get_backend("triton").warm_up(cache, num_heads=4, dtype=torch.float32, block_size=16) >= 2
+    assert all(torch.equal(a, b.view(torch.uint8)) for a, b in zip(before, cache, strict=True))
 
 
 def test_too_many_query_heads_per_kv_head_are_refused_by_number() -> None:

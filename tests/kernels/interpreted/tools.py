@@ -23,20 +23,30 @@ def poison(cache: tuple[torch.Tensor, ...]) -> None:
             tensor.fill_(float("nan"))
 
 
-def make_cache(num_blocks: int, block_size: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def make_cache(
+    num_blocks: int, block_size: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     shape = (num_blocks, block_size, kv_heads, dim)
     if not is_quantized(dtype):
         cache = tuple(torch.empty(shape, dtype=dtype) for _ in range(2))
     else:
         cache = tuple(torch.empty(shape, dtype=torch.uint8).view(dtype) for _ in range(2)) + tuple(
-            torch.empty(shape[:3], dtype=BF16) for _ in range(2))
+            torch.empty(shape[:3], dtype=BF16) for _ in range(2)
+        )
     poison(cache)
     return cache
 
 
 def make_batch(
-    query_lens: list[int], seq_lens: list[int], *, block_size: int = 16, kv_heads: int = 2, dim: int = 16,
-    dtype: torch.dtype = torch.float32, window: int = 0, seed: int = 0,
+    query_lens: list[int],
+    seq_lens: list[int],
+    *,
+    block_size: int = 16,
+    kv_heads: int = 2,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    window: int = 0,
+    seed: int = 0,
 ) -> tuple[BatchMeta, tuple[torch.Tensor, ...]]:
     """Blocks are shuffled. With a window, blocks that no query sees are replaced by the null block, as if freed."""
     g = torch.Generator().manual_seed(seed)
@@ -56,6 +66,15 @@ def make_batch(
         table[r, : oldest // block_size] = 0
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     lengths = np.array(seq_lens, np.int32)
-    meta = BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), table, torch.zeros(int(starts[-1]), dtype=torch.long),
-                     block_size, starts, lengths, max(query_lens), int(lengths.max()))
+    meta = BatchMeta(
+        torch.from_numpy(starts),
+        torch.from_numpy(lengths),
+        table,
+        torch.zeros(int(starts[-1]), dtype=torch.long),
+        block_size,
+        starts,
+        lengths,
+        max(query_lens),
+        int(lengths.max()),
+    )
     return meta, cache

@@ -1,0 +1,91 @@
+"""What the Responses and the Messages API share: a conversation made into one engine request.
+
+They differ from chat completions in names and shapes, not in what is computed. Knows no HTTP.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import msgspec
+
+from frontend.openai.chat import render
+from frontend.openai.engine import EngineLike
+from frontend.openai.protocol import PRIORITY_LIMIT
+from frontend.outputs import OutputKind, RequestOutput
+from ipc.errors import RequestError
+from ipc.sampling_params import SamplingParams
+
+_SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatCall:
+    """One request, ready to run."""
+    engine: EngineLike
+    prompt: bytes                               # int32 token ids
+    params: SamplingParams
+    id: str
+    priority: int
+    cache_salt: str
+
+    def run(self, kind: OutputKind) -> AsyncGenerator[RequestOutput, None]:
+        """Its outputs."""
+        return self.engine.generate(self.prompt, self.params, request_id=self.id, output_kind=kind,
+                                    priority=self.priority, add_special_tokens=False, cache_salt=self.cache_salt)
+
+
+async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[dict[str, Any]], num_bytes: int,
+                    call_id: str, cache_salt: str, renamed: Mapping[str, str], *,
+                    continue_final_message: bool = False) -> ChatCall:
+    """Template, tokens and checked parameters. `renamed`: the API's names for sampling parameters -> ours.
+
+    Without a limit of its own the answer may fill what the prompt leaves. Raises RequestError with the API's names.
+    """
+    priority = getattr(request, "priority", None) or 0
+    if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
+        raise RequestError(f"priority is {priority}; allowed are {-PRIORITY_LIMIT} to {PRIORITY_LIMIT - 1}", "priority")
+    params = _params(request, renamed)
+    prompt = await render(engine, messages, num_bytes, continue_final_message=continue_final_message,
+                          chat_template_kwargs=getattr(request, "chat_template_kwargs", None))
+    if params.max_tokens is None:
+        room = engine.default_max_tokens(len(prompt) // 4)
+        if room >= 1:                           # else the engine refuses the prompt, with both numbers
+            params = params.replace(max_tokens=room)
+    return ChatCall(engine, prompt, params, call_id, priority, cache_salt)
+
+
+def _params(request: msgspec.Struct, renamed: Mapping[str, str]) -> SamplingParams:
+    given: dict[str, Any] = {"max_tokens": None}
+    for field in request.__struct_fields__:
+        name = renamed.get(field, field)
+        value = getattr(request, field)
+        if name in _SAMPLING_NAMES and value is not None:
+            given[name] = value
+    try:
+        return SamplingParams(**given)
+    except RequestError as exc:
+        theirs = {ours: field for field, ours in renamed.items()}.get(exc.param or "")
+        if theirs is None or exc.param is None:
+            raise
+        raise RequestError(str(exc).replace(exc.param, theirs, 1), theirs) from None
+
+
+def text_of(content: Any, where: str, kinds: tuple[str, ...]) -> str:
+    """The text of a message's content: a string, or parts of these kinds. Raises RequestError that names the part."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be text or a list of parts", where)
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds:
+            raise RequestError(f"{where}[{index}].type is {str(kind)[:60]!r}; this server takes {', '.join(kinds)}",
+                               f"{where}[{index}].type")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise RequestError(f"{where}[{index}].text must be text", f"{where}[{index}].text")
+        texts.append(text)
+    return "\n".join(texts)

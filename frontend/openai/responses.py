@@ -1,0 +1,205 @@
+"""The Responses API: create (whole, streamed or in the background), retrieve, cancel, delete.
+
+One output item, a message of text. A stored response may be continued by previous_response_id; stored ones live in this
+process's memory only.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from frontend.openai.answers import Usage
+from frontend.openai.chat_call import ChatCall, make_call
+from frontend.openai.dialect import OPENAI
+from frontend.openai.engine import EngineLike
+from frontend.openai.errors import ErrorInfo, describe
+from frontend.openai.exchange import Exchange
+from frontend.openai.generation import UsageCounter, check_engine, check_model, checked_finish, collect_answer
+from frontend.openai.response_store import ResponseStore, StoredResponse
+from frontend.openai.responses_events import ResponseEvents
+from frontend.openai.responses_protocol import (NEUTRAL, DeletedResponse, IncompleteDetails, OutputMessage, OutputText,
+                                                ResponseBody, ResponseError, ResponsesRequest, input_messages, usage_of)
+from frontend.openai.routes import Row
+from ipc.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+RENAMED = {"max_output_tokens": "max_tokens"}
+
+
+def rows(store: ResponseStore) -> list[Row]:
+    """The routes of this API, over one store."""
+    path = "/v1/responses/{response_id}"
+    return [
+        Row(("POST",), "/v1/responses", functools.partial(create_response, store), "answer an input",
+            request=ResponsesRequest, answer=ResponseBody, streams=True),
+        Row(("GET",), path, functools.partial(get_response, store), "a stored response", answer=ResponseBody),
+        Row(("DELETE",), path, functools.partial(delete_response, store), "forget one", answer=DeletedResponse),
+        Row(("POST",), path + "/cancel", functools.partial(cancel_response, store),
+            "end one that runs in the background", answer=ResponseBody),
+    ]
+
+
+class _Run:
+    """One response on its way."""
+
+    def __init__(self, store: ResponseStore, caller: str, call: ChatCall, body: ResponseBody,
+                 messages: list[dict[str, Any]]) -> None:
+        self.store, self.caller, self.call, self.body, self.messages = store, caller, call, body, messages
+        self.item_id = f"msg_{secrets.token_hex(16)}"
+        self.entry = StoredResponse(body, msgspec.json.encode(messages))
+
+    def finish(self, text: str, reason: str, usage: Usage) -> None:
+        """The answer is complete: fill the body, and keep it if it is to be kept."""
+        status = "incomplete" if reason == "length" else "completed"
+        self.body.status = status
+        self.body.incomplete_details = IncompleteDetails("max_output_tokens") if status == "incomplete" else None
+        self.body.output = [OutputMessage(self.item_id, status, [OutputText(text)])]
+        self.body.usage = usage_of(usage)
+        self.entry.conversation = msgspec.json.encode([*self.messages, {"role": "assistant", "content": text}])
+        if self.body.store:
+            self.store.put(self.caller, self.entry)
+
+    def fail(self, info: ErrorInfo) -> None:
+        """The answer will not be complete."""
+        self.body.status = "failed"
+        code = "server_error" if info.code >= 500 else "rate_limit_exceeded" if info.code == 429 else "invalid_prompt"
+        self.body.error = ResponseError(code, info.message)
+
+
+async def create_response(store: ResponseStore, exchange: Exchange, engine: EngineLike) -> None:
+    """POST /v1/responses."""
+    check_engine(engine)
+    request, num_bytes = await exchange.read_fields(ResponsesRequest, NEUTRAL)
+    check_model(engine, request.model)
+    _check_combination(request)
+    messages = input_messages(request.input)
+    if request.previous_response_id:
+        previous = store.get(exchange.caller, request.previous_response_id, "previous_response_id")
+        if previous.body.status not in ("completed", "incomplete"):
+            raise RequestError(f"previous_response_id: that response is {previous.body.status}; only a complete one "
+                               "can be continued", "previous_response_id")
+        messages = msgspec.json.decode(previous.conversation) + messages
+        num_bytes += len(previous.conversation)
+    # Instructions are of this response only: a later one brings its own.
+    system = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    call = await make_call(engine, request, system + messages, num_bytes, f"resp_{secrets.token_hex(16)}",
+                           exchange.cache_salt(request.cache_salt), RENAMED)
+    body = ResponseBody(
+        id=call.id, created_at=int(time.time()), model=engine.served_model_name, status="in_progress",
+        instructions=request.instructions, max_output_tokens=request.max_output_tokens,
+        previous_response_id=request.previous_response_id, metadata=request.metadata or {},
+        temperature=call.params.temperature, top_p=call.params.top_p, store=request.store is not False,
+        background=bool(request.background), user=request.user)
+    run = _Run(store, exchange.caller, call, body, messages)
+    if request.background:
+        store.check_running()
+        run.entry.task = asyncio.create_task(_run_in_background(run))
+        run.entry.task.add_done_callback(functools.partial(_on_background_end, run.entry))
+        store.put(exchange.caller, run.entry)
+    elif request.stream:
+        await _stream(exchange, run)
+        return
+    else:
+        [(choice, reason)], usage = await collect_answer(exchange, [call.run("final")], 1)
+        run.finish(choice.text, reason, usage)
+    await exchange.reply(200, msgspec.json.encode(body))
+
+
+def _check_combination(request: ResponsesRequest) -> None:
+    if not request.background:
+        return
+    if request.stream:
+        raise RequestError("background and stream are both true, which this server does not support; poll GET "
+                           "/v1/responses/ID instead of streaming", "background")
+    if request.store is False:
+        raise RequestError("background is true and store is false; a background response can only be read from the "
+                           "store", "store")
+
+
+async def _stream(exchange: Exchange, run: _Run) -> None:
+    events = ResponseEvents(run.body, run.item_id)
+
+    def error_events(info: ErrorInfo) -> bytes:
+        run.fail(info)
+        return events.failed()
+
+    exchange.is_stream = True
+    exchange.dialect = OPENAI._replace(events=error_events)
+    counter = UsageCounter(1)
+    texts: list[str] = []
+    is_started = False
+    async with exchange.watch(), contextlib.aclosing(run.call.run("delta")) as outputs:
+        async for output in outputs:
+            counter.update(0, output)
+            data = b"" if is_started else events.start()
+            is_started = True
+            for choice in output.outputs:
+                if choice.text:
+                    texts.append(choice.text)
+                    data += events.delta(choice.text)
+                if choice.finish_reason is not None:
+                    text = "".join(texts)
+                    run.finish(text, checked_finish(choice), counter.usage())
+                    data += events.end(text)
+            if data:
+                await exchange.write(data)
+        await exchange.end(b"")
+
+
+async def _run_in_background(run: _Run) -> None:
+    """To its end, whatever the client does meanwhile; the outcome is in the store."""
+    counter = UsageCounter(1)
+    try:
+        async with contextlib.aclosing(run.call.run("final")) as outputs:
+            async for output in outputs:
+                counter.update(0, output)
+                for choice in output.outputs:
+                    run.finish(choice.text, checked_finish(choice), counter.usage())
+    except Exception as exc:                    # nobody waits here: the response tells
+        reply = describe(exc)
+        if not reply.is_expected:
+            logger.error("%s: background response failed", run.body.id, exc_info=exc)
+        run.fail(reply.info)
+
+
+def _on_background_end(entry: StoredResponse, task: asyncio.Task[None]) -> None:
+    entry.task = None
+    if task.cancelled() and entry.body.status == "in_progress":
+        entry.body.status = "cancelled"
+
+
+async def get_response(store: ResponseStore, exchange: Exchange, engine: EngineLike) -> None:
+    """GET /v1/responses/{id}."""
+    if exchange.query().get("stream") == "true":
+        raise RequestError("stream is true, which this server does not support here; leave it out", "stream")
+    entry = store.get(exchange.caller, exchange.path_param("response_id"))
+    await exchange.reply(200, msgspec.json.encode(entry.body))
+
+
+async def delete_response(store: ResponseStore, exchange: Exchange, engine: EngineLike) -> None:
+    """DELETE /v1/responses/{id}."""
+    response_id = exchange.path_param("response_id")
+    store.delete(exchange.caller, response_id)
+    await exchange.reply(200, msgspec.json.encode(DeletedResponse(response_id)))
+
+
+async def cancel_response(store: ResponseStore, exchange: Exchange, engine: EngineLike) -> None:
+    """POST /v1/responses/{id}/cancel: only what runs in the background; a stream is cancelled by closing it."""
+    entry = store.get(exchange.caller, exchange.path_param("response_id"))
+    if not entry.body.background:
+        raise RequestError(f"{entry.body.id} does not run in the background, so there is nothing to cancel",
+                           "response_id")
+    if entry.task is not None:
+        task = entry.task
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(0)                  # its end is noted by a callback
+    await exchange.reply(200, msgspec.json.encode(entry.body))

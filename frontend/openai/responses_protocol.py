@@ -1,0 +1,169 @@
+"""The bodies of the Responses API: structs, the table of fields not supported, and items to messages.
+
+Text in, text out: tools, images, files and reasoning items are refused by name. Knows no engine.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from frontend.openai.answers import Usage
+from frontend.openai.chat_call import text_of
+from frontend.openai.protocol import NeutralValues
+from ipc.errors import RequestError
+
+ROLES = ("user", "assistant", "system", "developer")
+PARTS = ("input_text", "output_text", "text")
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/responses: OpenAI's fields, then those of ours that chat completions take too."""
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    store: bool | None = None                   # default: true, in memory
+    background: bool | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+# Documented by OpenAI, not supported: the values that ask for nothing.
+NEUTRAL: NeutralValues = {
+    "access_programs": (), "background_options": (), "context_management": ([],), "conversation": (), "image": (),
+    "include": ([], ["reasoning.encrypted_content"]), "max_tool_calls": (), "moderation": (), "prompt": (),
+    "reasoning": ({}, {"effort": None, "summary": None}), "stream_options": ({}, {"include_obfuscation": False}),
+    "text": ({"format": {"type": "text"}}, {}), "tool_choice": ("auto", "none"), "tools": ([],),
+    "top_logprobs": (0,), "truncation": ("disabled",),
+}
+
+
+class OutputText(msgspec.Struct):
+    """A part of an output message."""
+    text: str
+    annotations: list[str] = []
+    logprobs: list[str] = []
+    type: str = "output_text"
+
+
+class OutputMessage(msgspec.Struct):
+    """The one output item."""
+    id: str
+    status: str                                 # in_progress, completed or incomplete
+    content: list[OutputText]
+    role: str = "assistant"
+    type: str = "message"
+
+
+class InputTokensDetails(msgspec.Struct):
+    """Where input tokens came from."""
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """What output tokens are."""
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of one response."""
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct):
+    """Why a response failed."""
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why a response ended early."""
+    reason: str
+
+
+class ResponseBody(msgspec.Struct, kw_only=True):
+    """One response: the answer, and what events about it carry."""
+    id: str
+    created_at: int
+    model: str
+    status: str                                 # queued, in_progress, completed, incomplete, failed or cancelled
+    output: list[OutputMessage] = []
+    usage: ResponseUsage | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    metadata: dict[str, str] = {}
+    temperature: float = 1.0
+    top_p: float = 1.0
+    store: bool = True
+    background: bool = False
+    user: str | None = None
+    parallel_tool_calls: bool = True
+    tool_choice: str = "auto"
+    tools: list[str] = []
+    text: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}})
+    truncation: str = "disabled"
+    reasoning: dict[str, str | None] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
+    object: str = "response"
+
+
+class DeletedResponse(msgspec.Struct):
+    """The answer of DELETE /v1/responses/{id}."""
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+def usage_of(usage: Usage) -> ResponseUsage:
+    """The counts under this API's names."""
+    return ResponseUsage(usage.prompt_tokens, InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+                         usage.completion_tokens, OutputTokensDetails(), usage.total_tokens)
+
+
+def input_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The input as messages for the chat template. Raises RequestError that names the item."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not items:
+        raise RequestError("input is empty; send text or at least one message", "input")
+    messages = []
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        kind, role = item.get("type", "message"), item.get("role")
+        if kind != "message":
+            raise RequestError(f"{where}.type is {str(kind)[:60]!r}; this server takes message", f"{where}.type")
+        if role not in ROLES:
+            raise RequestError(f"{where}.role is {str(role)[:60]!r}; known are {', '.join(ROLES)}", f"{where}.role")
+        messages.append({"role": "system" if role == "developer" else role,
+                         "content": text_of(item.get("content"), f"{where}.content", PARTS)})
+    return messages

@@ -1,0 +1,57 @@
+"""What the server does below the application: TLS, the cap on connections, and keep-alive bytes while paused."""
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ipc.errors import ConfigError
+from tests.frontend.fake_llm import MODEL, FakeLLM
+from tests.frontend.live_server import LiveServer
+
+
+def test_one_connection_more_than_allowed_is_answered_and_closed() -> None:
+    with LiveServer(FakeLLM(), max_connections=2) as server:
+        held = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(2)]
+        for connection in held:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        refused = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        refused.request("GET", "/health")
+        response = refused.getresponse()
+        assert response.status == 503 and response.headers["retry-after"] == "1"
+        assert "--max-connections" in json.loads(response.read())["error"]["message"]
+        refused.close()
+        held.pop().close()
+        for _ in range(100):                    # until the server has seen the close
+            again = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+            again.request("GET", "/health")
+            status = again.getresponse().status
+            again.close()
+            if status == 200:
+                break
+        assert status == 200
+        held.pop().close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed; it makes the certificate")
+def test_https_with_a_certificate_and_a_bad_one_is_an_early_error(tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                    "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=localhost",
+                    "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    with LiveServer(FakeLLM(), ssl_certfile=str(cert), ssl_keyfile=str(key)) as server:
+        context = ssl.create_default_context(cafile=str(cert))
+        connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=10, context=context)
+        connection.request("GET", "/v1/models")
+        assert json.loads(connection.getresponse().read())["data"][0]["id"] == MODEL
+        connection.close()
+    with pytest.raises(ConfigError, match="--ssl-certfile .* cannot be loaded"), \
+            LiveServer(FakeLLM(), ssl_certfile=str(key)):
+        pass

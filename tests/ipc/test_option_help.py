@@ -1,0 +1,75 @@
+"""What the command line answers: to --help, to a group, to a flag that does not exist."""
+from __future__ import annotations
+
+import pytest
+
+from ipc.cli import GROUPS, OPTIONS, make_parser
+from ipc.option_help import FOREIGN, MAIN, nearest
+
+
+def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as error:
+        make_parser().parse_args(argv)
+    assert error.value.code == 2
+    return capsys.readouterr().err
+
+
+def help_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as error:
+        make_parser().parse_args(argv)
+    assert error.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_plain_help_shows_the_main_options_and_says_where_the_others_are(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(["--help"], capsys)
+    assert "--max-model-len" in text and "--host" in text and "--lpm-max-overtakes" not in text
+    shown = sum(option.name in MAIN for option in OPTIONS.values())
+    assert shown <= 26 and "--help=all" in text and "cache" in text.splitlines()[-1] + text.splitlines()[-2]
+
+
+def test_help_all_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(["--help=all"], capsys)
+    assert all(option.flag in text for option in OPTIONS.values())
+
+
+def test_help_of_a_group_shows_that_group_whole_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(["--help=Scheduler"], capsys)
+    assert all(option.flag in text for option in GROUPS["scheduler"])
+    assert "--block-size" not in text
+    assert "no group 'sched'; groups are model, cache, scheduler" in error_of(["--help=sched"], capsys)
+
+
+@pytest.mark.parametrize(("flag", "meant"), [
+    ("--max-seqs", "--max-num-seqs"), ("--kvcache-memory", "--kv-cache-memory"), ("--modle", "--model"),
+    ("--no-prefix-caching", "--no-enable-prefix-caching"), ("--prefix-caching", "--enable-prefix-caching")])
+def test_a_typing_error_is_answered_with_the_nearest_flag(flag: str, meant: str,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    found = error_of([flag, "4", "--model", "m"], capsys)
+    assert f"unknown option {flag}; did you mean " in found and meant.removeprefix("--no-").removeprefix("--") in found
+
+
+@pytest.mark.parametrize(("argv", "text"), [
+    (["--model-path", "x"], "--model-path (that is SGLang's name); did you mean --model?"),
+    (["--mem-fraction-static=0.8"], "did you mean --gpu-memory-utilization?"),
+    (["-m", "x"], "-m (that is llama.cpp's name); did you mean --model?"),
+    (["-ngl", "99", "--model", "x"], "did you mean --device cuda?"),
+    (["--model", "x", "-c", "4096"], "did you mean --max-model-len?")])
+def test_spellings_of_other_engines_are_answered_with_ours(argv: list[str], text: str,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """Before argparse sees them: it would take the value of an unknown flag for the model."""
+    assert text in error_of(argv, capsys)
+
+
+def test_no_foreign_spelling_hides_one_of_ours() -> None:
+    assert not set(FOREIGN) & {flag for option in OPTIONS.values() for flag in (option.flag, *option.aliases)}
+
+
+def test_underscores_in_flags_are_dashes_and_values_are_left_alone() -> None:
+    args = make_parser().parse_args(["--max_num_seqs", "7", "--served_model_name=a_b", "my_model", "--seed", "-5"])
+    assert (args.max_num_seqs, args.served_model_name, args.model_name, args.seed) == (7, "a_b", "my_model", -5)
+
+
+def test_what_is_far_from_everything_gets_no_guess() -> None:
+    assert nearest("--xyzzy", ["--model", "--port"]) == ""
+    assert nearest("--port", ["--model", "--port"]) == "--port"

@@ -1,0 +1,90 @@
+"""Kernels compile for chips that are not here, without spills and with the instructions that make them fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+# Registers a thread: more than 168 of 128 threads, or 128 of 256, leave room for two programs on a multiprocessor only.
+MAX_REGISTERS = {
+    "paged_attention": 255,
+    "combine_splits": 64,
+    "qkv_rope_kv_write": 96,
+    "kv_write": 64,
+    "add_rms_norm": 64,
+    "silu_mul": 48,
+    "embedding": 32,
+    "argmax_chunks": 80,
+    "argmax_rows": 32,
+    "philox_uniform": 48,
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The quick table for Ampere, Hopper and Blackwell, compiled afresh in a process that does not interpret."""
+    folder = tmp_path_factory.mktemp("compiled")
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "bench.compile_kernels",
+            "--quick",
+            "--capabilities",
+            "80",
+            "90",
+            "100",
+            "--json",
+            str(folder / "rows.json"),
+        ],
+        cwd=ROOT,
+        env={**env, "TRITON_CACHE_DIR": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    table: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
+    return table
+
+
+def test_nothing_spills_and_everything_fits(rows: list[dict[str, Any]]) -> None:
+    assert {row["capability"] for row in rows} == {80, 90, 100}
+    assert all(not row["problems"] and row["stack"] == 0 for row in rows)
+
+
+def test_registers_stay_within_their_bounds(rows: list[dict[str, Any]]) -> None:
+    assert {row["kernel"] for row in rows} == set(MAX_REGISTERS)
+    over = [
+        (row["case"], row["kernel"], row["capability"], row["registers"])
+        for row in rows
+        if row["registers"] > MAX_REGISTERS[row["kernel"]]
+    ]
+    assert over == []
+
+
+def test_chunks_use_the_chips_own_matrix_instructions(rows: list[dict[str, Any]]) -> None:
+    """mma on Ampere, warpgroup mma on Hopper, tensor-memory mma on Blackwell; keys arrive by asynchronous copies."""
+    kinds = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+    chunks = [row for row in rows if row["kernel"] == "paged_attention" and row["case"].startswith("chunk")]
+    assert len(chunks) == 9
+    for row in chunks:
+        assert row.get(kinds[row["capability"]]), row
+        assert row.get("LDGSTS"), row
+
+
+def test_decodes_use_matrix_instructions_and_asynchronous_copies(rows: list[dict[str, Any]]) -> None:
+    """A tile of 16 rows is below a warpgroup's 64, so it is plain mma everywhere."""
+    decodes = [row for row in rows if row["kernel"] == "paged_attention" and row["case"].startswith("decode")]
+    assert len(decodes) == 5  # fp8 from 8.9 on
+    assert all(row.get("HMMA") and row.get("LDGSTS") for row in decodes)

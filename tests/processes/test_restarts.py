@@ -1,0 +1,113 @@
+"""A killed worker, core or frontend is replaced: streams pause and go on, with exactly the tokens of an undisturbed run
+(on the reference backend, whose results do not depend on what else is in the batch)."""
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from frontend import AsyncLLM, SamplingParams
+from tests.processes.tools import HARD_TIMEOUT_S, ServerProcess, assert_nothing_left, survivors, wait_idle, wait_until
+
+pytestmark = pytest.mark.timeout(90)
+
+NUM_TOKENS = 300
+REQUESTS = [("Count on", SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)),
+            ("Or draw", SamplingParams(temperature=1.0, seed=4, n=2, max_tokens=NUM_TOKENS, ignore_eos=True))]
+
+
+async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams, started: asyncio.Event) -> list[list[int]]:
+    """Tokens of each choice, gathered from deltas; `started` is set when some have come."""
+    tokens: list[list[int]] = [[] for _ in range(params.n)]
+    async for output in llm.generate(prompt, params, output_kind="delta"):
+        for choice in output.outputs:
+            tokens[choice.index] += choice.token_ids
+        if len(tokens[0]) >= 20:
+            started.set()
+    return tokens
+
+
+def test_streams_survive_a_killed_worker_and_a_killed_core(tiny_model: str, temp: str) -> None:
+    async def run() -> None:
+        async with AsyncLLM(tiny_model, num_gpu_blocks_override=512, attention_backend="reference") as llm:
+            whole = [await collect(llm, prompt, params, asyncio.Event()) for prompt, params in REQUESTS]
+            for index, name in ((1, "worker"), (2, "engine_core")):
+                events = [asyncio.Event() for _ in REQUESTS]
+                streams = [asyncio.create_task(collect(llm, prompt, params, event))
+                           for (prompt, params), event in zip(REQUESTS, events)]
+                for event in events:
+                    await asyncio.wait_for(event.wait(), HARD_TIMEOUT_S)
+                before = list(llm.pids)
+                os.kill(before[index], signal.SIGKILL)
+                assert await asyncio.wait_for(asyncio.gather(*streams), HARD_TIMEOUT_S) == whole, name
+                while llm.pids == before:               # the news is read in a moment
+                    await asyncio.sleep(0.01)
+                assert [new == old for new, old in zip(llm.pids, before)] == [i != index for i in range(3)]
+                await wait_idle(llm)
+            assert set(llm.pids) == set(survivors(temp))
+    asyncio.run(run())
+    assert_nothing_left(temp)
+
+
+def post(server: ServerProcess, **fields: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HARD_TIMEOUT_S)
+    body = {"prompt": "Count on", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, **fields}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    return connection, connection.getresponse()
+
+
+def text_of(server: ServerProcess) -> str:
+    connection, response = post(server)
+    answer = json.loads(response.read())
+    connection.close()
+    assert response.status == 200, answer
+    return str(answer["choices"][0]["text"])
+
+
+def test_a_server_goes_on_when_its_processes_are_killed_one_after_the_other(tiny_model: str, temp: str) -> None:
+    server = ServerProcess(tiny_model, temp, "--num-gpu-blocks-override", "512", "--attention-backend", "reference")
+    try:
+        server.wait_ready()
+        whole = text_of(server)
+        for name in ("engine_core", "worker", "frontend"):
+            connection, response = post(server, stream=True)
+            first = response.readline()
+            os.kill(server.pids[name], signal.SIGKILL)
+            if name == "frontend":                      # its connections go with it; the port stays open for the next
+                with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+                    response.read()
+            else:
+                events = (first + response.read()).decode().split("\n\n")
+                assert events[-2:] == ["data: [DONE]", ""]
+                chunks = [json.loads(event[6:]) for event in events[:-2] if event.startswith("data: ")]
+                assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+                assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+            connection.close()
+            wait_until(lambda: len(survivors(temp)) == 4)
+            assert text_of(server) == whole
+            assert server.process.poll() is None and f"{server.pids[name]}) ended with signal SIGKILL" in server.screen
+        assert "Traceback" not in server.screen
+        assert server.end() == 0
+        assert_nothing_left(temp)
+    finally:
+        server.kill()
+
+
+def test_a_process_that_ends_again_and_again_ends_the_engine(tiny_model: str, temp: str) -> None:
+    """Five restarts a minute; the sixth death is the last. The core's restart is the quickest."""
+    async def run() -> None:
+        async with AsyncLLM(tiny_model, num_gpu_blocks_override=512, attention_backend="cpu") as llm:
+            last = 0
+            while not llm.status()["dead"]:
+                if llm.status()["ready"] and llm.pids[2] != last:
+                    last = llm.pids[2]
+                    os.kill(last, signal.SIGKILL)
+                await asyncio.sleep(0.01)
+            assert f"engine_core (pid {last}) ended with signal SIGKILL" in llm.status()["reason"]
+            await asyncio.to_thread(assert_nothing_left, temp)
+    asyncio.run(asyncio.wait_for(run(), 60))
