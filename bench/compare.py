@@ -150,6 +150,7 @@ def _concurrency(run: dict[str, Any]) -> int:
 def different_load(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What was asked for differently."""
     before, after = old.get("load") or {}, new.get("load") or {}
+    before, after = (json.loads(json.dumps(load)) for load in (before, after))  # a file has lists for tuples
     changed = [name for name in before if name in after and before[name] != after[name]]
     return [f"{name} {before[name]} -> {after[name]}" for name in changed]
 

@@ -197,11 +197,19 @@ REST: dict[str, tuple[Case, bool]] = {
     "decode 128 group 1": (attention_case(*DECODE, dim=128, group=1), True),
     "decode 128 group 7": (attention_case(*DECODE, dim=128, group=7, kv_heads=4), True),
     "decode 64 group 32": (attention_case(*DECODE, dim=64, group=32, kv_heads=2), True),
+    "drafts 64": (attention_case(*DRAFTS, dim=64), True),
     "drafts 128": (attention_case(*DRAFTS, dim=128), True),
+    "drafts 256": (attention_case(*DRAFTS, dim=256), True),
+    "drafts 128 int8": (attention_case(*DRAFTS, dim=128, pool=INT8), True),
+    "chunk 64 int8": (attention_case(*CHUNK, dim=64, pool=INT8), True),
+    "chunk 256 int8": (attention_case(*CHUNK, dim=256, pool=INT8), True),
+    "chunk 64 f32": (attention_case(*CHUNK, dim=64, dtype=torch.float32), True),
+    "chunk 256 f32": (attention_case(*CHUNK, dim=256, dtype=torch.float32), True),
+    "decode 256 f32": (attention_case(*DECODE, dim=256, dtype=torch.float32), True),
     "decode 128 f16": (attention_case(*DECODE, dim=128, dtype=torch.float16), True),
     "chunk 128 f16": (attention_case(*CHUNK, dim=128, dtype=torch.float16), True),
-    "decode 128 f32": (attention_case(*DECODE, dim=128, dtype=torch.float32), False),
-    "chunk 128 f32": (attention_case(*CHUNK, dim=128, dtype=torch.float32), False),
+    "decode 128 f32": (attention_case(*DECODE, dim=128, dtype=torch.float32), True),
+    "chunk 128 f32": (attention_case(*CHUNK, dim=128, dtype=torch.float32), True),
     "chunk 64 window sinks": (attention_case(*CHUNK, dim=64, group=8, window=128, with_sinks=True), True),
     "decode 64 window sinks": (attention_case(*DECODE, dim=64, group=8, window=128, with_sinks=True), True),
     "chunk 128 window": (attention_case(*CHUNK, dim=128, window=4096), True),
@@ -212,7 +220,7 @@ REST: dict[str, tuple[Case, bool]] = {
     "decode 64 int8": (attention_case(*DECODE, dim=64, pool=INT8), True),
     "rotate 64": (rotate_case(dim=64, norm=False, pool=BF16), False),
     "rotate 128 fp8": (rotate_case(dim=128, norm=True, pool=FP8), False),
-    "rotate 256 f32": (rotate_case(dim=256, norm=True, pool=torch.float32, dtype=torch.float32), False),
+    "rotate 256 f32": (rotate_case(dim=256, norm=True, pool=torch.float32, dtype=torch.float32), True),
     "rows f32": (row_case(torch.float32), False),
 }
 
@@ -301,7 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--quick", action="store_true", help="only the usual shapes")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose name contains one of these, comma-separated")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     if triton.knobs.runtime.interpret:
@@ -309,7 +317,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, (case, needs_matrix) in (QUICK if args.quick else QUICK | REST).items():
         for capability in args.capabilities:
-            if args.only in name and not ("fp8" in name and capability < FP8_CAPABILITY):
+            if any(part in name for part in args.only.split(",")) and not (
+                "fp8" in name and capability < FP8_CAPABILITY
+            ):
                 rows += compile_case(name, case, needs_matrix, capability)
     print_table(rows)
     if args.json:

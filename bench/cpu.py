@@ -102,7 +102,8 @@ class Bench:
 
     def stages(self, rows: int, context: int, tokens: int, repeats: int) -> dict[str, float]:
         """Milliseconds of each kind of operation in such a step, run on its own, and of the head."""
-        self.step(rows, context, tokens)()
+        whole = self.step(rows, context, tokens)    # kept: the step record points into its tensors
+        whole()
         model, result = self.model, {}
         for name, codes in STAGES.items():
             part = model.operations(codes)

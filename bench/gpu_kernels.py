@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -101,7 +101,7 @@ class Bench:
         error = ((actual.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-9)).item()
         self.rows.append({"name": f"check: {name}", "error": error, "limit": limit, "ok": bool(error <= limit)})
 
-    def seconds(self, calls: list[Callable[[], object]], repeats: int = 5) -> float:
+    def seconds(self, calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
         """Median time of one call. `calls` do the same to different memory."""
         if self.device == "cpu":
             begin = time.perf_counter()
@@ -119,12 +119,12 @@ class Bench:
         graph.replay()
         times = []
         for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            started.record()
             graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3 / (rounds * len(calls)))
+            ended.record()
+            ended.synchronize()
+            times.append(started.elapsed_time(ended) / 1e3 / (rounds * len(calls)))
         return statistics.median(times)
 
 
@@ -311,7 +311,7 @@ def time_decode(
         )
         for _ in range(copies)
     ]
-    calls = [lambda m=m, c=c, q=q: backend.forward(q, c, m) for (m, c), q in inputs]  # type: ignore[misc]
+    calls = [partial(backend.forward, q, cache, meta) for (meta, cache), q in inputs]
     bench.report(name, bench.seconds(calls), bytes_moved=needed, target=target)
 
 
@@ -346,28 +346,28 @@ def time_prefill(
 def measure_attention(bench: Bench) -> None:
     """The figures of the decode and prefill attention."""
     rows, long, short, chunk = (2, 48, 20, 24) if bench.dry else (64, 8192, 1024, 8192)
-    small = {"heads": 4, "kv_heads": 1, "dim": 64} if bench.dry else {}
+    small: dict[str, Any] = {"heads": 4, "kv_heads": 1, "dim": 64} if bench.dry else {}
     for block_size in (16, 64):
-        time_decode(bench, f"decode {rows} x {long}, block {block_size}", rows, long, block_size, target=0.8, **small)  # type: ignore[arg-type]
-    time_decode(bench, f"decode {rows} x {short}", rows, short, 16, **small)  # type: ignore[arg-type]
-    time_decode(bench, f"decode 1 x {short}", 1, short, 16, **small)  # type: ignore[arg-type]
-    time_decode(bench, f"decode 1 x {4 * long}", 1, 4 * long, 16, **small)  # type: ignore[arg-type]
+        time_decode(bench, f"decode {rows} x {long}, block {block_size}", rows, long, block_size, target=0.8, **small)
+    time_decode(bench, f"decode {rows} x {short}", rows, short, 16, **small)
+    time_decode(bench, f"decode 1 x {short}", 1, short, 16, **small)
+    time_decode(bench, f"decode 1 x {4 * long}", 1, 4 * long, 16, **small)
     for pool in (INT8, FP8):
         if pool == INT8 or bench.dry or triton_paged_capability() >= FP8_CAPABILITY:
-            time_decode(bench, f"decode {rows} x {long}, {str(pool)[6:]}", rows, long, 16, pool=pool, **small)  # type: ignore[arg-type]
-    time_prefill(bench, f"prefill {chunk}", [chunk], [chunk], target=0.5, **small)  # type: ignore[arg-type]
-    time_prefill(bench, f"prefill {chunk}, block 64", [chunk], [chunk], block_size=64, **small)  # type: ignore[arg-type]
-    time_prefill(bench, f"chunk {chunk // 4} at {long}", [chunk // 4], [long + chunk // 4], **small)  # type: ignore[arg-type]
+            time_decode(bench, f"decode {rows} x {long}, {str(pool)[6:]}", rows, long, 16, pool=pool, **small)
+    time_prefill(bench, f"prefill {chunk}", [chunk], [chunk], target=0.5, **small)
+    time_prefill(bench, f"prefill {chunk}, block 64", [chunk], [chunk], block_size=64, **small)
+    time_prefill(bench, f"chunk {chunk // 4} at {long}", [chunk // 4], [long + chunk // 4], **small)
     time_prefill(
         bench,
         f"mixed: 63 decodes x {short}, chunk {chunk // 4}",
         [1] * 63 + [chunk // 4],
         [short] * 63 + [chunk // 4],
         **small,
-    )  # type: ignore[arg-type]
+    )
     time_prefill(
         bench, f"mixed: one decode x {4 * long}, chunk {chunk // 4}", [1, chunk // 4], [4 * long, chunk // 4], **small
-    )  # type: ignore[arg-type]
+    )
 
 
 def measure_rows(bench: Bench) -> None:
@@ -392,20 +392,30 @@ def measure_rows(bench: Bench) -> None:
     def make_add(n: int) -> Callable[[], object]:
         return partial(add_rms_norm, bench.randn(n, width), bench.randn(n, width), bench.randn(width), 1e-6)
 
+    def make_silu(n: int) -> Callable[[], object]:
+        return partial(silu_mul, bench.randn(n, 2 * inner))
+
+    def make_argmax(n: int) -> Callable[[], object]:
+        return partial(argmax, bench.randn(n, vocab, dtype=torch.float32))
+
     for n in (2,) if bench.dry else (1, 64, 8192):
         time_call(f"add_rms_norm {n}", 8.0 * n * width, partial(make_add, n))
-        time_call(f"silu_mul {n}", 6.0 * n * inner, lambda n=n: partial(silu_mul, bench.randn(n, 2 * inner)))  # type: ignore[misc]
+        time_call(f"silu_mul {n}", 6.0 * n * inner, partial(make_silu, n))
         for pool in (BF16, INT8):
             bytes_moved = 128.0 * n * (4 * heads + 2 * kv_heads * (2 + pool.itemsize))
             time_call(f"qkv_rope_kv_write {n}, {str(pool)[6:]}", bytes_moved, partial(make_rotate, n, pool))
     for n in (2,) if bench.dry else (1, 64):
-        logits = bench.randn(n, vocab, dtype=torch.float32)
-        time_call(f"argmax {n}", 4.0 * n * vocab, lambda logits=logits: partial(argmax, logits))  # type: ignore[misc]
+        time_call(f"argmax {n}", 4.0 * n * vocab, partial(make_argmax, n))
+
+
+def _fixed_tile(tile: TileConfig, *shape: int) -> TileConfig:
+    return tile
 
 
 def tune(bench: Bench) -> None:
     """Time every candidate tile for the decode and prefill shapes; the best lines go to worker/kernels/configs.py."""
     original = triton_paged.attention_config
+    small: dict[str, Any] = {"heads": 4, "kv_heads": 1} if bench.dry else {}
     shapes: list[tuple[str, list[int], list[int], list[TileConfig]]] = [
         ("decode 64 x 8192", [1] * 64, [8192] * 64, DECODE_CANDIDATES),
         ("decode 1 x 8192", [1], [8192], DECODE_CANDIDATES),
@@ -417,7 +427,7 @@ def tune(bench: Bench) -> None:
         for dim in (64,) if bench.dry else (128, 64, 256):
             for name, query_lens, seq_lens, candidates in shapes:
                 for tile in candidates:
-                    triton_paged.attention_config = lambda *_, tile=tile: tile  # type: ignore[misc]
+                    triton_paged.attention_config = partial(_fixed_tile, tile)
                     label = f"D={dim} {name} {tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
                     try:
                         time_prefill(
@@ -426,7 +436,7 @@ def tune(bench: Bench) -> None:
                             query_lens,
                             seq_lens,
                             dim=dim,
-                            **({"heads": 4, "kv_heads": 1} if bench.dry else {}),
+                            **small,
                         )
                     except triton.runtime.errors.OutOfResources as error:
                         bench.rows.append({"name": label, "skipped": str(error)[:60]})

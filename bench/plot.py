@@ -36,9 +36,9 @@ def plot_load(runs: list[dict[str, Any]], file: str) -> None:
         other.plot(loads, [run["output_tok_s"] for run in good], color="grey", alpha=0.5, label="output tok/s")
         other.set_ylabel("output tok/s", color="grey")
         other.set_ylim(bottom=0)
-        panel.legend(loc="upper left")
+        panel.legend(loc="best")
     load = good[0]["load"]
-    lengths = f"{load.get('prompt_tokens')} prompt and {load.get('output_tokens')} output tokens"
+    lengths = f"{_range(load.get('prompt_tokens'))} prompt and {_range(load.get('output_tokens'))} output tokens"
     figure.suptitle(f"{good[0].get('model', '')}: {lengths}")
     try:
         figure.savefig(file, dpi=120)
@@ -46,3 +46,8 @@ def plot_load(runs: list[dict[str, Any]], file: str) -> None:
         raise ValueError(f"--plot {file}: {error}") from None
     finally:
         pyplot.close(figure)
+
+
+def _range(ends: Any) -> str:
+    """64, or 32-64."""
+    return "?" if not ends else str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"

@@ -205,7 +205,7 @@ def report(runs: Runs, num_different: int, model: dict[str, Any], args: argparse
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench preemption", description="Ways for a preempted request to return.")
     parser.add_argument("--model", default="tiny", help="tiny, demo (smollm2-135m), or an alias; weights are random")
-    parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workload", action="append", choices=list(SHAPES), help="repeatable; default: all")
     parser.add_argument("--scale", type=float, default=1.0, help="number of requests, as a multiple of the default")

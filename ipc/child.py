@@ -22,6 +22,7 @@ from ipc.messages import HELLO, Failure, Ready
 from ipc.system import describe_status, open_pidfd
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SECRETS = ("THREEFOLD_API_KEY", "THREEFOLD_ADMIN_API_KEY")     # read by launch.py; no child needs them there
 MODULES: Mapping[str, str] = {"worker": "worker.main", "engine_core": "engine_core.main", "frontend": "frontend.main"}
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -33,7 +34,7 @@ def environment(num_threads: int = 1) -> dict[str, str]:
 
     A waiting compute thread sleeps instead of spinning: on a small host it would take time from core and frontend.
     """
-    env = dict(os.environ)
+    env = {name: text for name, text in os.environ.items() if name not in SECRETS}
     env["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [env.get("PYTHONPATH")])])
     env.update({name: str(num_threads) for name in _THREAD_VARIABLES})
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ipc.aliases import DEMO_ALIAS
 from ipc.capacity import weights_warning
-from ipc.cli import config_from_argv
+from ipc.cli import config_from_argv, make_parser
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.machine import gpus, memory
@@ -32,11 +32,12 @@ _DEMO_MAX_TOKENS = 48
 def main(argv: list[str], *, is_demo: bool = False, started: float | None = None) -> int:
     """Serve until a signal or a fault; the exit status. `started`: time.monotonic() when the user's command began."""
     started = time.monotonic() if started is None else started
-    screen = Screen()
-    screen.phase("launch", Phase("launch", "set-up", 1.0, max(time.monotonic() - started, 1e-3)))
     once = is_demo and "--once" in argv
     if is_demo:
         argv = _demo_argv([word for word in argv if word != "--once"])
+    make_parser().parse_args(argv)               # --help and a wrong option end here, before anything is said
+    screen = Screen()
+    screen.phase("launch", Phase("launch", "set-up", 1.0, max(time.monotonic() - started, 1e-3)))
     try:
         with Stopwatch(screen, "launch", "find model") as phase:
             config = config_from_argv(argv, report=screen.line)
@@ -62,10 +63,11 @@ def _demo_argv(argv: list[str]) -> list[str]:
 def memory_warning(config: EngineConfig) -> str:
     """One line when the weights will hardly fit into this machine's memory: the kernel would end the worker without a
     word. Only a warning: what a worker keeps of the weights is its own affair. "" on GPUs, and for GGUF files."""
-    if config.model.files.kind == "gguf" or config.device == "cuda" or (config.device == "auto" and gpus()[0]):
+    if config.model.files.kind == "gguf" or config.device == "cuda":
         return ""
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    return weights_warning(config.model.files.config, dtype, memory()[0])
+    warning = weights_warning(config.model.files.config, dtype, memory()[0])
+    return "" if warning and config.device == "auto" and gpus()[0] else warning    # asking for GPUs takes a moment
 
 
 class _Session:

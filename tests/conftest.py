@@ -10,7 +10,7 @@ import pytest
 from frontend import AsyncLLM
 from ipc.cli import build_config
 from ipc.config import Peer
-from tests.processes.tools import LoopThread, ServerProcess, assert_nothing_left
+from tests.processes.tools import REFERENCE_FLAGS, LoopThread, ServerProcess, assert_nothing_left
 from tests.tiny_model import write_tiny_model
 
 ATTACHED_NUMBER = 9                             # frontend number of the tests; the server's own is 1
@@ -45,8 +45,7 @@ class RunningEngine:
 def engine(tiny_model: str) -> Iterator[RunningEngine]:
     """One engine for all tests that do not end it."""
     with tempfile.TemporaryDirectory(prefix="tf", dir="/tmp") as folder:
-        server = ServerProcess(tiny_model, folder, "--attention-backend", "reference", "--num-gpu-blocks-override",
-                               "512", "--served-model-name", "tiny")
+        server = ServerProcess(tiny_model, folder, *REFERENCE_FLAGS, "--served-model-name", "tiny")
         loop = LoopThread()
         try:
             server.wait_ready()

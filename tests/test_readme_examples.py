@@ -10,7 +10,8 @@ import pytest
 
 from tests.processes.tools import assert_nothing_left, engine_environment
 
-BLOCKS = re.findall(r"^```python\n(.*?)^```", (Path(__file__).resolve().parents[1] / "README.md").read_text(), re.M | re.S)
+README = Path(__file__).resolve().parents[1] / "README.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
 DEMO = '"smollm2-135m"'
 TIMEOUT_S = 100.0                               # two starts, on a machine whose kernels may not be compiled yet
 

@@ -53,7 +53,9 @@ class Answer:
     def figures(self) -> str:
         """One line for people."""
         if not self.first_at:
-            return f"waiting for the first token, {time.monotonic() - self.began:.1f} s"
+            state = "stopped before" if self.is_stopped else "no text" if self.finish_reason else "waiting for"
+            waited = f"{time.monotonic() - self.began:.1f} s"
+            return f"{state}, {waited}" if self.finish_reason else f"{state} the first token, {waited}"
         parts = [f"{self.num_output_tokens} tokens", f"{self.tokens_per_s:.1f} tok/s",
                  f"TTFT {self.ttft_s * 1000:.0f} ms"]
         if self.num_prompt_tokens >= 0:

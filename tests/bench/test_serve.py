@@ -299,6 +299,7 @@ def test_several_concurrencies_are_several_runs_compared_and_drawn(
     assert (first["successful_requests"], first["failed_requests"]) == (10, 0)
     code, second, text = run(server, capsys, "--concurrency", "1,3", "--compare", str(old), "--plot", str(png))
     assert code == 0 and png.read_bytes().startswith(b"\x89PNG") and "Compared, concurrency 3" in text
+    assert "loads differ" not in text
     assert {row["concurrency"] for row in second["compare"]["rows"]} == {1, 3}
     assert all(row["verdict"] in ("same", "better", "worse") for row in second["compare"]["rows"])
     prompts = [tuple(body["prompt"]) for body in server.bodies if len(body["prompt"]) == 16 and body["max_tokens"] == 6]

@@ -50,7 +50,7 @@ def alone(engine: RunningEngine) -> list[list[int]]:
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_every_output_equals_the_request_alone(name: str, tiny_model: str, alone: list[list[int]], temp: str) -> None:
     async def run() -> tuple[list[list[int]], dict[str, Any], int]:
-        options = dict(block_size=BLOCK_SIZE, kv_cache_memory="1MiB", attention_backend="cpu")
+        options = dict(block_size=BLOCK_SIZE, kv_cache_memory="1MiB", attention_backend="cpu", num_threads=1)
         async with AsyncLLM(tiny_model, **(options | CONFIGURATIONS[name])) as llm:
             results = await asyncio.gather(*(finish(llm, index) for index in range(len(PROMPTS))))
             outputs, stats = [result.outputs[0].token_ids for result in results], await wait_idle(llm)

@@ -77,8 +77,9 @@ def test_without_an_admin_key_there_are_no_control_routes() -> None:
     assert not llm.is_paused
 
 
-@pytest.mark.parametrize("path", ["//v1/models", "/V1/models", "/v1/../v1/models", "/health/../v1/models",
-                                  "/v1%2fmodels", "/v1/models/", "/health;/v1/models", "http://x/v1/models", "/./v1/models"])
+@pytest.mark.parametrize("path", [
+    "//v1/models", "/V1/models", "/v1/../v1/models", "/health/../v1/models", "/v1%2fmodels", "/v1/models/",
+    "/health;/v1/models", "http://x/v1/models", "/./v1/models"])
 def test_no_spelling_of_a_path_gets_around_the_key(path: str) -> None:
     async def run() -> RawClient:
         client = RawClient(build_app(FakeLLM(), section=KEYS), path, {})

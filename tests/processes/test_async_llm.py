@@ -15,13 +15,12 @@ from frontend import LLM, AsyncLLM, SamplingParams
 from frontend.outputs import OutputKind, RequestOutput
 from ipc.errors import ConfigError, EngineDeadError, RequestError
 from tests.conftest import RunningEngine
-from tests.processes.tools import (ENDLESS_TOKENS, LoopThread, assert_nothing_left, run_dirs, run_script, survivors,
-                                   wait_idle, wait_until)
+from tests.processes.tools import (ENDLESS_TOKENS, OPTIONS, LoopThread, assert_nothing_left, run_dirs, run_script,
+                                   survivors, wait_idle, wait_until)
 from tests.tiny_model import MAX_MODEL_LEN, VOCAB
 
 pytestmark = pytest.mark.timeout(60)
 
-SMALL: dict[str, Any] = dict(num_gpu_blocks_override=512, attention_backend="cpu")
 ENDLESS = SamplingParams(temperature=0, max_tokens=ENDLESS_TOKENS, ignore_eos=True)
 
 
@@ -187,7 +186,7 @@ def test_bad_options_are_refused_before_anything_starts(temp: str, tiny_model: s
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(temp: str, tiny_model: str) -> None:
     async def start() -> None:
-        async with AsyncLLM(tiny_model, max_model_len=MAX_MODEL_LEN + 1):
+        async with AsyncLLM(tiny_model, max_model_len=MAX_MODEL_LEN + 1, **OPTIONS):
             raise AssertionError("it started")
 
     with pytest.raises(EngineDeadError, match=f"max-model-len is {MAX_MODEL_LEN + 1}; the model's limit is"):
@@ -310,10 +309,10 @@ def test_a_folder_that_hides_one_of_ours_is_named(name: str, tmp_path: Path, tem
 def test_two_engines_at_once_one_in_a_notebooks_loop_one_in_a_coroutine(tiny_model: str, temp: str) -> None:
     """The second is closed while its requests run; the first does not notice."""
     loop = LoopThread()                                 # a notebook's: it runs before, during and after
-    first = AsyncLLM(tiny_model, **SMALL)
+    first = AsyncLLM(tiny_model, **OPTIONS)
 
     async def run() -> None:
-        async with AsyncLLM(tiny_model, **SMALL) as second:
+        async with AsyncLLM(tiny_model, **OPTIONS) as second:
             assert set(first.pids).isdisjoint(second.pids) and len(run_dirs(temp)) == 2
             streams = [second.generate("Go on", ENDLESS) for _ in range(3)]
             for stream in streams:
@@ -358,7 +357,7 @@ def test_cancelling_the_start_leaves_nothing(tiny_model: str, temp: str) -> None
 def offline(tiny_model: str) -> Iterator[LLM]:
     """An LLM whose thread of birth is gone: the kernel's death signal follows the thread that spawned a process."""
     born: list[LLM] = []
-    thread = threading.Thread(target=lambda: born.append(LLM(tiny_model, **SMALL, max_num_seqs=4)))
+    thread = threading.Thread(target=lambda: born.append(LLM(tiny_model, **OPTIONS, max_num_seqs=4)))
     thread.start()
     thread.join(60)
     [llm] = born
@@ -416,7 +415,7 @@ def test_a_start_that_fails_leaves_no_thread(temp: str, tiny_model: str) -> None
 
 def test_a_collection_inside_its_own_loop_ends_an_llm_without_a_deadlock(tiny_model: str, temp: str) -> None:
     """The garbage collector runs in whichever thread it pleases, also in the one that must serve the close."""
-    llm: Any = LLM(tiny_model, **SMALL)
+    llm: Any = LLM(tiny_model, **OPTIONS)
     llm.itself = llm                                    # only a collection ends this one
     loop, thread = llm._loop, llm._thread
     assert len(survivors(temp)) == 3

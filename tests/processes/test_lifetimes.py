@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -20,13 +19,11 @@ import pytest
 from frontend import AsyncLLM, SamplingParams
 from ipc.errors import EngineDeadError
 from ipc.system import bind_listener
-from tests.processes.tools import (ENDLESS_TOKENS, GONE_S, HARD_TIMEOUT_S, ServerProcess, assert_nothing_left,
-                                   engine_environment, run_dirs, survivors, wait_idle, wait_until)
+from tests.processes.tools import (ENDLESS_TOKENS, FLAGS, GONE_S, HARD_TIMEOUT_S, OPTIONS, ServerProcess,
+                                   assert_nothing_left, engine_environment, run_dirs, survivors, wait_idle, wait_until)
 
 pytestmark = pytest.mark.timeout(60)
 
-OPTIONS: dict[str, Any] = dict(num_gpu_blocks_override=512, attention_backend="cpu")
-FLAGS = ("--num-gpu-blocks-override", "512", "--attention-backend", "cpu")
 ENDLESS = SamplingParams(temperature=0, max_tokens=ENDLESS_TOKENS, ignore_eos=True)
 
 
@@ -107,7 +104,7 @@ import asyncio, os, sys, time
 from frontend import AsyncLLM, SamplingParams
 
 async def main():
-    llm = await AsyncLLM({model!r}, num_gpu_blocks_override=512, attention_backend="cpu").start()
+    llm = await AsyncLLM({model!r}, num_gpu_blocks_override=512, attention_backend="cpu", num_threads=1).start()
     stream = llm.generate("Go on", SamplingParams(max_tokens=None, ignore_eos=True))
     await anext(stream)
     forked = os.fork()                  # has a copy of every descriptor

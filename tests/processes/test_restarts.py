@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from frontend import AsyncLLM, SamplingParams
-from tests.processes.tools import HARD_TIMEOUT_S, ServerProcess, assert_nothing_left, survivors, wait_idle, wait_until
+from tests.processes.tools import (HARD_TIMEOUT_S, OPTIONS, REFERENCE_FLAGS, ServerProcess, assert_nothing_left,
+                                   survivors, wait_idle, wait_until)
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -34,7 +35,7 @@ async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams, started: a
 
 def test_streams_survive_a_killed_worker_and_a_killed_core(tiny_model: str, temp: str) -> None:
     async def run() -> None:
-        async with AsyncLLM(tiny_model, num_gpu_blocks_override=512, attention_backend="reference") as llm:
+        async with AsyncLLM(tiny_model, **{**OPTIONS, "attention_backend": "reference"}) as llm:
             whole = [await collect(llm, prompt, params, asyncio.Event()) for prompt, params in REQUESTS]
             for index, name in ((1, "worker"), (2, "engine_core")):
                 events = [asyncio.Event() for _ in REQUESTS]
@@ -70,7 +71,7 @@ def text_of(server: ServerProcess) -> str:
 
 
 def test_a_server_goes_on_when_its_processes_are_killed_one_after_the_other(tiny_model: str, temp: str) -> None:
-    server = ServerProcess(tiny_model, temp, "--num-gpu-blocks-override", "512", "--attention-backend", "reference")
+    server = ServerProcess(tiny_model, temp, *REFERENCE_FLAGS)
     try:
         server.wait_ready()
         whole = text_of(server)
@@ -101,7 +102,7 @@ def test_a_server_goes_on_when_its_processes_are_killed_one_after_the_other(tiny
 def test_a_process_that_ends_again_and_again_ends_the_engine(tiny_model: str, temp: str) -> None:
     """Five restarts a minute; the sixth death is the last. The core's restart is the quickest."""
     async def run() -> None:
-        async with AsyncLLM(tiny_model, num_gpu_blocks_override=512, attention_backend="cpu") as llm:
+        async with AsyncLLM(tiny_model, **OPTIONS) as llm:
             last = 0
             while not llm.status()["dead"]:
                 if llm.status()["ready"] and llm.pids[2] != last:

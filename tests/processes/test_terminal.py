@@ -23,9 +23,9 @@ class Terminal:
 
     def __init__(self, *argv: str, temp: str) -> None:
         self.master, slave = pty.openpty()
-        self.process = subprocess.Popen([sys.executable, os.path.join(ROOT, "launch.py"), *argv], stdin=slave, stdout=slave,
-                                        stderr=slave, env={**engine_environment(temp), "TERM": "xterm"},
-                                        start_new_session=True)
+        command = [sys.executable, os.path.join(ROOT, "launch.py"), *argv]
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+                                        env={**engine_environment(temp), "TERM": "xterm"})
         os.close(slave)
         self.seen = ""
 
@@ -57,9 +57,16 @@ class Terminal:
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(engine: RunningEngine, temp: str) -> None:
     terminal = Terminal("chat", "--url", engine.server.url, "--temperature", "0", temp=temp)
+    try:
+        talk(terminal, engine)
+    finally:
+        terminal.process.kill()
+
+
+def talk(terminal: Terminal, engine: RunningEngine) -> None:
     terminal.expect("you> ")
     terminal.type("Tell me everything\n")
-    terminal.expect("Ctrl-C stops")                              # the status line: the answer streams
+    terminal.expect("tok/s")                                     # the status line: the answer streams
     terminal.interrupt()
     terminal.expect("you> ", 2)
     assert "stopped" in terminal.seen and "tok/s" in terminal.seen

@@ -18,6 +18,10 @@ from ipc.child import ROOT
 
 T = TypeVar("T")
 
+# Small and quick to start: nothing compiled, one compute thread.
+OPTIONS: dict[str, Any] = dict(num_gpu_blocks_override=512, attention_backend="cpu", num_threads=1)
+FLAGS = ("--num-gpu-blocks-override", "512", "--attention-backend", "cpu", "--num-threads", "1")
+REFERENCE_FLAGS = ("--num-gpu-blocks-override", "512", "--attention-backend", "reference", "--num-threads", "1")
 HARD_TIMEOUT_S = 20.0                           # of anything; a test that needs it has failed
 ENDLESS_TOKENS = 4000                           # of a request that a test leaves before its end; seconds of work
 GONE_S = 4.0                                    # the promise is 2 s after a kill; the rest is for a busy test machine
@@ -90,7 +94,11 @@ class ServerProcess:
         return self._screen.read_text()
 
     def wait_ready(self) -> ServerProcess:
-        wait_until(lambda: "\n  try" in self.screen or self.process.poll() is not None, what="the server is ready")
+        deadline = time.monotonic() + 2 * HARD_TIMEOUT_S
+        while "\n  try" not in self.screen and self.process.poll() is None:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the server does not get ready: {self.screen}")
+            time.sleep(0.02)
         if self.process.poll() is not None:
             raise AssertionError(f"the server ended with {self.process.returncode}: {self.screen}")
         self.url = re.search(r"^  URL +(\S+)/v1$", self.screen, re.M)[1]
@@ -121,7 +129,7 @@ class ServerProcess:
 
     def wait(self) -> int:
         try:
-            return self.process.wait(10)
+            return self.process.wait(HARD_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the server does not end: {self.screen}") from None

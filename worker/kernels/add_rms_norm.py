@@ -4,6 +4,8 @@ The sum is rounded to the stream's dtype before it is squared, as the unfused pa
 numbers the stream holds. One program a row. Source: Zhang and Sennrich 2019 (RMSNorm).
 """
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 import torch
@@ -18,7 +20,7 @@ from worker.kernels.configs import row_warps
 def add_rms_norm_kernel(
     out_ptr, residual_ptr, delta_ptr, weight_ptr, eps, stride_delta, E: tl.constexpr, BLOCK_E: tl.constexpr,
     HAS_DELTA: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Grid (N,)."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK_E)

@@ -5,6 +5,8 @@ winners. NaN counts as largest, as in the sampler, so a broken row is reported a
 Does not know temperature or masks.
 """
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 import torch
@@ -18,14 +20,14 @@ _NO_INDEX = tl.constexpr(2147483647)
 
 
 @triton.jit
-def _first_largest(values, indices):  # type: ignore[no-untyped-def]
+def _first_largest(values, indices):
     """(largest, first index of it). The caller has made NaN +inf: either way the row is not finite."""
     largest = tl.max(values, 0)
     return largest, tl.min(tl.where(values == largest, indices, _NO_INDEX), 0)
 
 
 @triton.jit
-def argmax_chunks_kernel(logits_ptr, value_ptr, index_ptr, size, stride, num_chunks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def argmax_chunks_kernel(logits_ptr, value_ptr, index_ptr, size, stride, num_chunks, BLOCK: tl.constexpr):
     """Grid (L, chunks)."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -38,7 +40,7 @@ def argmax_chunks_kernel(logits_ptr, value_ptr, index_ptr, size, stride, num_chu
 
 
 @triton.jit
-def argmax_rows_kernel(out_ptr, value_ptr, index_ptr, num_chunks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def argmax_rows_kernel(out_ptr, value_ptr, index_ptr, num_chunks, BLOCK: tl.constexpr):
     """Grid (L,): the winner of each row's chunks."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)

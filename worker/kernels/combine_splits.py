@@ -7,6 +7,8 @@ that used one split were written by the attention kernel itself and are left alo
 Does not know how the parts were made. Source: Dao et al. 2023 (Flash-Decoding).
 """
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 import torch
@@ -23,7 +25,7 @@ def combine_splits_kernel(
     out_ptr, part_ptr, part_lse_ptr, starts_ptr, lens_ptr, num_reqs, window, num_splits, min_tiles, max_split_queries,
     part_rows, parts_by_request, stride_out, num_kv_heads, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SPLITS: tl.constexpr, ONE_TOKEN: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Grid (rows of a part, Hkv, parts): parts are requests or tiles."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     row = tl.program_id(0)

@@ -37,23 +37,40 @@ def shared_limit(capability: int) -> int:
     return SHARED_LIMITS.get(capability, SMALLEST_SHARED_LIMIT)
 
 
-# Preference by number of query rows in a tile, then by padded head dim; the first that fits the chip is taken.
-_DECODE: dict[int, list[TileConfig]] = {
+# Tiles by padded head dim, in order of preference; the first that fits the chip is taken. Few rows: decodes. Float32
+# goes through tensor cores in three TF32 products, narrow pools through a conversion: both cost registers, so smaller
+# tiles.
+_FEW_ROWS: dict[int, list[TileConfig]] = {
     64: [TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2), TileConfig(16, 32, 4, 1)],
     128: [TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2), TileConfig(16, 32, 4, 2), TileConfig(16, 16, 4, 1)],
     256: [TileConfig(16, 32, 4, 3), TileConfig(16, 32, 4, 2), TileConfig(16, 16, 4, 2), TileConfig(16, 16, 4, 1)],
 }
-_CHUNK_HOPPER: dict[int, list[TileConfig]] = {
+# Up to 32 rows: drafts to verify, or many query heads per KV head.
+_SOME_ROWS: dict[int, list[TileConfig]] = {
+    64: [TileConfig(32, 64, 4, 3), TileConfig(32, 32, 4, 2)],
+    128: [TileConfig(32, 64, 4, 3), TileConfig(32, 32, 4, 2)],
+    256: [TileConfig(32, 32, 4, 3), TileConfig(32, 16, 4, 2)],
+}
+_MANY_ROWS_HOPPER: dict[int, list[TileConfig]] = {
     64: [TileConfig(128, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 1)],
-    128: [TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 2), TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 1),
-          TileConfig(64, 16, 4, 1)],
+    128: [TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 2), TileConfig(64, 32, 4, 2), TileConfig(64, 16, 4, 1)],
     256: [TileConfig(128, 32, 8, 2), TileConfig(64, 32, 8, 2), TileConfig(64, 32, 8, 1), TileConfig(32, 16, 4, 1)],
 }
-_CHUNK_AMPERE: dict[int, list[TileConfig]] = {
+_MANY_ROWS_AMPERE: dict[int, list[TileConfig]] = {
     64: [TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 1)],
-    128: [TileConfig(128, 64, 8, 2), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 1),
-          TileConfig(64, 16, 4, 1)],
+    128: [TileConfig(128, 64, 8, 2), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(64, 16, 4, 1)],
     256: [TileConfig(64, 32, 8, 2), TileConfig(64, 32, 8, 1), TileConfig(32, 16, 8, 1)],
+}
+_MANY_ROWS_NARROW_POOL: dict[int, list[TileConfig]] = {
+    64: [TileConfig(128, 32, 8, 3), TileConfig(64, 32, 4, 2)],
+    128: [TileConfig(128, 32, 8, 3), TileConfig(64, 32, 8, 2)],
+    256: [TileConfig(64, 32, 8, 2), TileConfig(64, 16, 8, 1)],
+}
+_FLOAT32_FEW: dict[int, list[TileConfig]] = {
+    64: [TileConfig(16, 32, 4, 2)], 128: [TileConfig(16, 32, 4, 2)], 256: [TileConfig(16, 16, 4, 2)],
+}
+_FLOAT32_MANY: dict[int, list[TileConfig]] = {
+    64: [TileConfig(32, 32, 4, 2)], 128: [TileConfig(32, 16, 4, 2)], 256: [TileConfig(32, 16, 8, 2)],
 }
 
 
@@ -69,17 +86,20 @@ def shared_estimate(config: TileConfig, padded_dim: int, q_bytes: int, kv_bytes:
 
 def attention_config(num_rows: int, padded_dim: int, q_bytes: int, kv_bytes: int, capability: int) -> TileConfig:
     """Tiles for requests of up to num_rows = max_query_len * (H / Hkv) packed query rows."""
-    table = _DECODE if num_rows <= 16 else _CHUNK_AMPERE if capability < 90 else _CHUNK_HOPPER
+    if q_bytes == 4:
+        table = _FLOAT32_FEW if num_rows <= 16 else _FLOAT32_MANY
+    elif num_rows <= 16:
+        table = _FEW_ROWS
+    elif num_rows <= 32:
+        table = _SOME_ROWS
+    elif kv_bytes < q_bytes:
+        table = _MANY_ROWS_NARROW_POOL
+    else:
+        table = _MANY_ROWS_AMPERE if capability < 90 else _MANY_ROWS_HOPPER
     candidates = table[min(256, max(64, padded_dim))]
     limit = shared_limit(capability)
-    for config in candidates:
-        if shared_estimate(config, padded_dim, q_bytes, kv_bytes) <= limit:
-            break
-    else:
-        config = candidates[-1]
-    if 16 < num_rows <= 32 < config.block_m:  # drafts to verify, or many query heads per KV head
-        config = TileConfig(32, config.block_n, min(4, config.num_warps), config.num_stages)
-    return config
+    fitting = (c for c in candidates if shared_estimate(c, padded_dim, q_bytes, kv_bytes) <= limit)
+    return next(fitting, candidates[-1])
 
 
 def row_warps(size: int) -> int:

@@ -1,6 +1,8 @@
 """Rows of the embedding table by token id. An id outside the table gives zeros instead of a fault: the newest token of
 a row whose logits were bad is -1 until the core has heard of it."""
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 import torch
@@ -12,7 +14,7 @@ from worker.kernels.configs import ELEMENTS_PER_PROGRAM
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
-def embedding_kernel(out_ptr, table_ptr, ids_ptr, vocab_size, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def embedding_kernel(out_ptr, table_ptr, ids_ptr, vocab_size, size, BLOCK: tl.constexpr):
     """Grid (N, size / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids_ptr + row).to(tl.int64)

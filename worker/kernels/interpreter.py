@@ -7,6 +7,8 @@ float32 first. It changes nothing when kernels are compiled.
 It does not know any kernel. It touches internals of Triton, therefore `check_bf16_dot` proves the result.
 """
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -92,7 +94,7 @@ def _install() -> None:
 
 
 @triton.jit
-def _square_dot(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _square_dot(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):
     index = tl.arange(0, SIZE)
     at = index[:, None] * SIZE + index[None, :]
     product = tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))

@@ -6,6 +6,8 @@ a pool of D = 128 holds 1.97 times the tokens of a bfloat16 one, and the range i
 with their block when it is swapped or copied. Rejected: one scale per layer, which needs calibration data.
 """
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 import torch
@@ -37,13 +39,13 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 @triton.jit
-def scale_of(largest, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_of(largest, LARGEST: tl.constexpr):
     """Scale as stored (bfloat16), from the largest magnitude (float32)."""
     return tl.maximum(largest / LARGEST, 7.888609052210118e-31).to(tl.bfloat16)
 
 
 @triton.jit
-def encode(x, scale, LARGEST: tl.constexpr, IS_INT8: tl.constexpr):  # type: ignore[no-untyped-def]
+def encode(x, scale, LARGEST: tl.constexpr, IS_INT8: tl.constexpr):
     """Codes as float32; the store's cast is exact for int8 and rounds to nearest even for float8."""
     scaled = x / scale.to(tl.float32)[:, None]
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)

@@ -4,6 +4,8 @@ which has rotated its heads itself.
 Slot -1 is padding and goes to the pool's last slot. Does not know positions or norms.
 """
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 import torch
@@ -20,7 +22,7 @@ from worker.kv_pool import scatter_kv
 def kv_write_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, last_slot, stride_k, stride_v, num_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, LARGEST: tl.constexpr, IS_INT8: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Grid (N, heads / HEADS). LARGEST 0: the pool has no scales."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)

@@ -18,6 +18,8 @@ Sources: Dao 2023 (FlashAttention-2); Kwon et al. 2023 (PagedAttention); Dao et 
 Does not know how the pool is filled, or which configuration is fast.
 """
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 import torch
@@ -35,7 +37,7 @@ _SEARCH = tl.constexpr(128)  # request starts compared at once
 
 @triton.jit
 def find_tile(starts_ptr, lens_ptr, num_reqs, tile, window, min_tiles, num_splits, BLOCK_Q: tl.constexpr,
-              BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
+              BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr):
     """(request, first row of q, queries (<= 0: no such tile), position of the first, first key, tiles of keys, tiles of
     keys per split, queries of the request). The attention and the combining kernel must agree on it."""
     if ONE_TOKEN:
@@ -65,7 +67,7 @@ def find_tile(starts_ptr, lens_ptr, num_reqs, tile, window, min_tiles, num_split
 def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lo, hi, end,
               kv_head, scale, softcap, window, stride_slot, num_kv_heads, D: tl.constexpr, BLOCK_D: tl.constexpr,
               BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-              HAS_SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr):  # type: ignore[no-untyped-def]
+              HAS_SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr):
     """Online softmax over keys lo .. hi, both multiples of BLOCK_N unless MASKED. In base 2: `scale` includes log2 e,
     except under a softcap, which needs the scores as they are."""
     first_key = tl.min(q_position, 0) - window + 1  # older ones are seen by no query; their blocks may be gone
@@ -150,7 +152,7 @@ def paged_attention_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ONE_TOKEN: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, QUANTIZED: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Grid (Hkv, tiles, splits) if ONE_TOKEN, so that neighbours read neighbouring heads of the same slots, else
     (tiles, Hkv, splits), so that the tiles of a head share its keys in the cache, the longest first."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP

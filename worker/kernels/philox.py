@@ -5,6 +5,8 @@ the right noise for whatever rows it is replayed with. Does not know what the no
 Source: Salmon et al. 2011.
 """
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 import numpy as np
@@ -17,7 +19,7 @@ from ipc.counter_rng import uniform
 
 
 @triton.jit
-def _mix(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
+def _mix(c0, c1, c2, c3, k0, k1):
     """Ten rounds; all uint32. Two 32 x 32 -> 64 bit products a round, and the keys follow a Weyl sequence."""
     m0 = tl.full((1,), 0xD2511F53, tl.uint32)
     m1 = tl.full((1,), 0xCD9E8D57, tl.uint32)
@@ -38,7 +40,7 @@ def _mix(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def uniform_lanes(seed, child, output_index, lanes):  # type: ignore[no-untyped-def]
+def uniform_lanes(seed, child, output_index, lanes):
     """float32 in (0, 1) for one row's lanes (int32 [n]); seed and output_index int64 scalars, child int32. Usable
     inside other kernels, so that a sampler needs no noise in memory."""
     zero = lanes * 0
@@ -56,7 +58,7 @@ def uniform_lanes(seed, child, output_index, lanes):  # type: ignore[no-untyped-
 
 
 @triton.jit(do_not_specialize_on_alignment=["seeds_ptr", "children_ptr", "indices_ptr"])
-def philox_uniform_kernel(out_ptr, seeds_ptr, children_ptr, indices_ptr, num_lanes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def philox_uniform_kernel(out_ptr, seeds_ptr, children_ptr, indices_ptr, num_lanes, BLOCK: tl.constexpr):
     """Grid (R, lanes / BLOCK)."""
     row = tl.program_id(0)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -10,6 +10,8 @@ Rounding: everything is float32 until the store, so a bfloat16 result differs fr
 Does not know requests. Sources: Su et al. 2021 (RoPE); Zhang and Sennrich 2019 (RMSNorm).
 """
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 import torch
@@ -28,7 +30,7 @@ def qkv_rope_kv_write_kernel(
     last_slot, eps, stride_qkv, stride_table, num_heads, num_kv_heads,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
     LARGEST: tl.constexpr, IS_INT8: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Grid (N, all heads / HEADS). LARGEST 0: the pool has no scales."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

@@ -1,5 +1,7 @@
 """silu(gate) * up of a fused gate-and-up projection, in one pass. Source: Shazeer 2020 (SwiGLU)."""
 
+# mypy: allow-untyped-defs
+# (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
 import torch
@@ -12,7 +14,7 @@ from worker.kernels.configs import ELEMENTS_PER_PROGRAM
 
 
 @triton.jit
-def silu_mul_kernel(out_ptr, both_ptr, size, stride_both, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def silu_mul_kernel(out_ptr, both_ptr, size, stride_both, BLOCK: tl.constexpr):
     """Grid (N, size / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -304,9 +304,34 @@ def _draw(x, width, chunk_max, largest, scale, limit, noise, tile, sums):  # typ
     return token
 
 
+@_device
+def _uniform(seed, child, index):  # type: ignore[no-untyped-def]
+    """Lane 0 of ipc.counter_rng.uniform, bit for bit: Philox4x32-10."""
+    mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    place, choice = np.uint64(index), np.uint64(child)
+    c0, c1, c2, c3 = place & mask, place >> shift, choice & mask, np.uint64(0)
+    k0, k1 = seed & mask, seed >> shift
+    for i in range(10):
+        if i:
+            k0, k1 = (k0 + np.uint64(0x9E3779B9)) & mask, (k1 + np.uint64(0xBB67AE85)) & mask
+        first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (second >> shift) ^ c1 ^ k0, second & mask, (first >> shift) ^ c3 ^ k1, first & mask
+    return np.float64(np.int64((c0 >> np.uint64(9)) * np.uint64(2) + np.uint64(1))) * 2.0 ** -24
+
+
 @_entry
-def sample_rows(x, stride, width, begin, end, temperature, top_k, top_p, min_p, noise, scratch, histogram, tokens,
-                largest):  # type: ignore[no-untyped-def]
+def greedy_rows(x, stride, width, begin, end, scratch, tokens, largest):  # type: ignore[no-untyped-def]
+    """The arg-max of rows begin to end, as in sample_rows."""
+    for r in range(begin, end):
+        row = x[r * stride:r * stride + width]
+        chunk, top = _scan(row, width, scratch)
+        largest[r] = top
+        tokens[r] = _first(row, width, chunk, top) if np.isfinite(top) else 0
+
+
+@_entry
+def sample_rows(x, stride, width, begin, end, temperature, top_k, top_p, min_p, seed, child, index, scratch, histogram,
+                tokens, largest):  # type: ignore[no-untyped-def]
     """tokens[r] and largest[r] for rows begin to end; row r is x[r * stride:][:width], float32. Temperature 0: the arg-max. A row whose
     largest is not finite gets token 0. scratch float32 [>= 3 * V + 2 * CHUNK], histogram float64 [>= BINS + V / CHUNK + 1]."""
     num_chunks = (width + CHUNK - 1) // CHUNK
@@ -328,7 +353,8 @@ def sample_rows(x, stride, width, begin, end, temperature, top_k, top_p, min_p, 
         scale = np.float32(LOG2E / max(heat, SMALLEST_T))
         limit = _limit(row, width, chunk_max, top, heat, scale, np.int64(top_k[r]), np.float64(top_p[r]),
                        np.float64(min_p[r]), tile, sums, found, mass, histogram)
-        tokens[r] = _draw(row, width, chunk_max, top, scale, limit, np.float64(noise[r]), tile, sums)
+        noise = _uniform(seed[r], child[r], index[r])
+        tokens[r] = _draw(row, width, chunk_max, top, scale, limit, noise, tile, sums)
 
 
 @_sums
@@ -420,20 +446,41 @@ def count_tokens(tokens, num_prompt, rows, slots, begin, end, counts, seen, num_
                 counts[slot, token] += 1
 
 
+_BIT = np.array([1 << i if i < 31 else -(1 << 31) for i in range(32)], np.int32)
+_MINUS_INF = np.float32(-np.inf)
+
+
+@_device
+def _mask_word(part, word):  # type: ignore[no-untyped-def]
+    for j in range(32):
+        part[j] = part[j] if np.int32(word & _BIT[j]) != np.int32(0) else _MINUS_INF
+
+
+@_device
+def _clear(part):  # type: ignore[no-untyped-def]
+    for j in range(len(part)):
+        part[j] = _MINUS_INF
+
+
 @_entry
 def mask_rows(x, stride, width, rows, begin, end, bits):  # type: ignore[no-untyped-def]
-    """Logit t of row rows[i] becomes -inf where bit t of bits[i] (int32 words, lowest bit first) is 0. Words of all ones are skipped."""
+    """Logit t of row rows[i] becomes -inf where bit t of bits[i] (int32 words, lowest bit first) is 0. Words of all ones
+    are skipped, runs of zero words are cleared without being read."""
+    whole = width // 32
     for i in range(begin, end):
         row, words = x[rows[i] * stride:rows[i] * stride + width], bits[i]
-        for w in range((width + 31) // 32):
+        w = 0
+        while w < whole:
             word = words[w]
-            if word == np.int32(-1):
-                continue
-            first, last = w * 32, min(width, w * 32 + 32)
             if word == np.int32(0):
-                for j in range(first, last):
-                    row[j] = -np.inf
-            else:
-                for j in range(first, last):
-                    keep = np.int32(np.int32(word >> np.int32(j - first)) & np.int32(1))
-                    row[j] = row[j] if keep != np.int32(0) else np.float32(-np.inf)
+                first = w
+                while w < whole and words[w] == np.int32(0):
+                    w += 1
+                _clear(row[first * 32:w * 32])
+                continue
+            if word != np.int32(-1):
+                _mask_word(row[w * 32:w * 32 + 32], word)
+            w += 1
+        for j in range(whole * 32, width):
+            if np.int32(words[whole] & _BIT[j - whole * 32]) == np.int32(0):
+                row[j] = _MINUS_INF

@@ -46,14 +46,30 @@ class RowKernels:
         self._pool: ThreadPoolExecutor | None = None
         self._pool_size = 0
 
+    def greedy(self, x: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """As sample, all temperatures 0."""
+        count = len(x)
+        flat, stride = _flat(x)
+        tokens, largest = np.empty(count, np.int64), np.empty(count, np.float32)
+        if count == 1:
+            self.kernels.greedy_rows(flat, stride, width, 0, 1, self._scratch(width)[0], tokens, largest)
+            return tokens, largest
+
+        def part(begin: int, end: int) -> None:
+            self.kernels.greedy_rows(flat, stride, width, begin, end, self._scratch(width)[0], tokens, largest)
+        self._run(part, count, width)
+        return tokens, largest
+
     def sample(self, x: np.ndarray, width: int, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray,
-               min_p: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens int64 [L], largest float32 [L]) over the first `width` logits of each row."""
+               min_p: np.ndarray, seed: np.ndarray, child: np.ndarray, index: np.ndarray
+               ) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int64 [L], largest float32 [L]) over the first `width` logits of each row; the noise is that of
+        ipc.counter_rng.uniform."""
         count = len(x)
         flat, stride = _flat(x)
         tokens, largest = np.empty(count, np.int64), np.empty(count, np.float32)
         columns = (_as(temperature, np.float32), _as(top_k, np.int64), _as(top_p, np.float32), _as(min_p, np.float32),
-                   _as(noise, np.float32))
+                   _as(seed, np.uint64), _as(child, np.int64), _as(index, np.int64))
 
         def part(begin: int, end: int) -> None:
             self.kernels.sample_rows(flat, stride, width, begin, end, *columns, *self._scratch(width), tokens, largest)
@@ -97,7 +113,8 @@ class RowKernels:
         return kept[0], kept[1]
 
     def _run(self, part: Callable[[int, int], None], count: int, width: int) -> None:
-        threads = min(_num_threads or torch.get_num_threads(), count, max(1, count * width // WORTH_A_THREAD))
+        threads = 1 if count == 1 else min(_num_threads or torch.get_num_threads(), count,
+                                           max(1, count * width // WORTH_A_THREAD))
         if threads <= 1:
             part(0, count)
             return
@@ -130,7 +147,8 @@ def warm_up(width: int) -> None:
     if kernels is None:
         return
     x, ones = np.zeros((1, width), np.float32), np.ones(1, np.float32)
-    kernels.sample(x, width, ones, ones, ones, ones * 0, ones / 2)
+    kernels.sample(x, width, ones, ones, ones, ones * 0, ones, ones, ones)
+    kernels.greedy(x, width)
     kernels.logprobs(x, ones, ones)
     kernels.mask(x, width, ones * 0, np.full((1, -(-width // 32)), -1, np.int32))
     one = np.zeros(1, np.int64)

@@ -86,20 +86,24 @@ class Sampler:
         self.num_valid_tokens = num_valid_tokens
         self.kernels: RowKernels | None = load() if use_kernels else None
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, params: SamplingColumns) -> SampleResult:
         """One token a row. logits [L, V] float32; masked pairs are set to -inf in it, nothing else is written."""
         if len(params.masked_rows):
             exclude(logits, params.masked_rows, params.masked_tokens)
         width = logits.shape[1] if self.num_valid_tokens is None else min(self.num_valid_tokens, logits.shape[1])
         if self.kernels is not None and logits.device.type == "cpu":
-            draws = params.temperature > 0.0
-            noise = np.zeros(len(draws), np.float32)
-            if draws.any():
-                noise[draws] = uniform(params.seed[draws], params.child[draws], params.output_index[draws])[:, 0]
-            best, largest = self.kernels.sample(logits.numpy(), width, params.temperature, params.top_k, params.top_p,
-                                                params.min_p, noise)
-            return SampleResult(best.astype(np.int32), ~np.isfinite(largest), np.isneginf(largest))
+            if params.temperature.any():
+                best, largest = self.kernels.sample(
+                    logits.numpy(), width, params.temperature, params.top_k, params.top_p, params.min_p, params.seed,
+                    params.child, params.output_index)
+            else:
+                best, largest = self.kernels.greedy(logits.numpy(), width)
+            bad = ~np.isfinite(largest)
+            return SampleResult(best.astype(np.int32), bad, np.isneginf(largest) if bad.any() else bad)
+        return self._sample_with_torch(logits, width, params)
+
+    @torch.inference_mode()
+    def _sample_with_torch(self, logits: Tensor, width: int, params: SamplingColumns) -> SampleResult:
         valid = logits[:, :width]
         best, largest = arg_max(valid)
         bad = ~np.isfinite(largest)
