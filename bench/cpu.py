@@ -1,6 +1,6 @@
 """The CPU worker without processes and wires: steps of the real model, each beside the limit of this machine.
 
-    python launch.py bench cpu [--model NAME] [--quantization none|int8|int4|auto ...] [--threads T] [--growth] [--accuracy]
+    python launch.py bench cpu [--model NAME] [--quantization auto int8 none] [--threads T] [--growth] [--accuracy]
 
 For every route: milliseconds of a decode step at 1, 8 and 32 rows and of a 256-token prefill, the share of the limit
 (decode: bytes of weights and of keys and values read, over measured read bandwidth; prefill: operations of the layers
@@ -90,7 +90,8 @@ class Bench:
         slots = self.table[row, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         meta = BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), torch.from_numpy(self.table[:rows]),
                          torch.from_numpy(slots), BLOCK_SIZE, starts, lengths, tokens, context)
-        ids = torch.randint(0, self.model.config.vocab_size, (rows * tokens,), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.model.config.vocab_size, (rows * tokens,), generator=generator)
         places, last = torch.from_numpy(positions), torch.from_numpy(starts[1:].astype(np.int64) - 1)
 
         def run() -> object:
@@ -107,8 +108,8 @@ class Bench:
         model, result = self.model, {}
         for name, codes in STAGES.items():
             part = model.operations(codes)
-            result[name] = 1e3 * best_s(lambda part=part: model.team.run(part.ctypes.data, len(part), model.workspace.step),
-                                        repeats)
+            step = model.workspace.step
+            result[name] = 1e3 * best_s(lambda part=part: model.team.run(part.ctypes.data, len(part), step), repeats)
         hidden = torch.randn(rows, model.config.hidden_size)
         result["head"] = 1e3 * best_s(lambda: model.compute_logits(hidden), repeats)
         return {name: round(value, 3) for name, value in result.items()}
@@ -222,13 +223,15 @@ def main(argv: list[str]) -> int:
         if args.growth and name == args.quantization[0]:
             entry["growth"] = growth(bench, limits)
             for kind, rows in entry["growth"].items():
-                print(f"  {name} against {kind}: " + ", ".join(f"{x:.0f}: {ms} ms (model {line})" for x, ms, line in rows))
+                shown = ", ".join(f"{x:.0f}: {ms} ms (model {line})" for x, ms, line in rows)
+                print(f"  {name} against {kind}: {shown}")
     report["ops_s"] = {str(kind): value for kind, value in limits["ops_s"].items()}
     if args.accuracy and flat is not None:
         tokens = text_tokens(files, 2000)
         for name, (model, backend) in models.items():
             accuracy = compare((flat, get_backend("cpu")), (model, backend), tokens)
-            report["routes"][name]["accuracy"] = {"mean_kl": accuracy.mean_kl, "perplexity_ratio": accuracy.perplexity_ratio}
+            report["routes"][name]["accuracy"] = {"mean_kl": accuracy.mean_kl,
+                                                  "perplexity_ratio": accuracy.perplexity_ratio}
             print(f"  {name}: {accuracy}", flush=True)
     print(json.dumps(report))
     return 0

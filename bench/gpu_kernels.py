@@ -14,22 +14,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import triton
-from torch import Tensor
 
+from bench.gpu_bench import (
+    BF16,
+    BYTES_TO_EXCEED_L2,
+    FP8,
+    INT8,
+    Bench,
+    capability_of_device,
+    make_batch,
+    measure_ceilings,
+    print_table,
+)
 from worker.attention import triton_paged
-from worker.attention.base import BatchMeta
 from worker.attention.triton_paged import TritonBackend
 from worker.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from worker.kernels.argmax import argmax, argmax_reference
@@ -41,163 +47,11 @@ from worker.kernels.philox import philox_uniform, philox_uniform_reference
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write, qkv_rope_kv_write_reference
 from worker.kernels.silu_mul import silu_mul, silu_mul_reference
 
-BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
-BYTES_TO_EXCEED_L2 = 256 << 20
-# Candidates of --tune: tiles that compile without spills for sm_90 at D = 128.
+# Candidates of --tune. Those that spill lose by themselves; those that do not fit are skipped.
 DECODE_CANDIDATES = [TileConfig(16, n, w, s) for n in (32, 64, 128) for w in (2, 4, 8) for s in (2, 3, 4, 6)]
 CHUNK_CANDIDATES = [
     TileConfig(m, n, w, s) for m, w in ((64, 4), (128, 4), (128, 8)) for n in (32, 64, 128) for s in (2, 3, 4)
 ]
-
-
-@dataclass
-class Bench:
-    """What all measurements share, and their results."""
-
-    device: str
-    dry: bool
-    deadline: float  # time.monotonic() after which nothing new is begun
-    only: str = ""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    copy_rate: float = 1.0  # bytes per second, read and written
-    matmul_rate: float = 1.0  # bf16 operations per second
-    generator: torch.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator(self.device).manual_seed(time.time_ns() % (1 << 31))
-
-    def wants(self, name: str) -> bool:
-        """Whether to begin this measurement; says so when time is up."""
-        if self.only not in name:
-            return False
-        if time.monotonic() < self.deadline:
-            return True
-        self.rows.append({"name": name, "skipped": "time is up"})
-        return False
-
-    def randn(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.device).to(dtype)
-
-    def report(
-        self,
-        name: str,
-        seconds: float,
-        *,
-        bytes_moved: float = 0.0,
-        operations: float = 0.0,
-        target: float | None = None,
-        error: float | None = None,
-    ) -> None:
-        """A figure as a share of its ceiling: of copy bandwidth if bytes_moved, else of the matrix product's rate."""
-        row: dict[str, Any] = {"name": name, "us": round(seconds * 1e6, 2), "target": target, "error": error}
-        if bytes_moved:
-            row |= {"GB/s": round(bytes_moved / seconds / 1e9, 1), "share": bytes_moved / seconds / self.copy_rate}
-        elif operations:
-            row |= {"TFLOP/s": round(operations / seconds / 1e12, 1), "share": operations / seconds / self.matmul_rate}
-        self.rows.append(row)
-
-    def check(self, name: str, actual: Tensor, expected: Tensor, limit: float) -> None:
-        """Largest error relative to the largest expected value must be below `limit`; NaN never is."""
-        error = ((actual.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-9)).item()
-        self.rows.append({"name": f"check: {name}", "error": error, "limit": limit, "ok": bool(error <= limit)})
-
-    def seconds(self, calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
-        """Median time of one call. `calls` do the same to different memory."""
-        if self.device == "cpu":
-            begin = time.perf_counter()
-            calls[0]()
-            return time.perf_counter() - begin
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        rounds = max(1, 16 // len(calls))
-        with torch.cuda.graph(graph):
-            for _ in range(rounds):
-                for call in calls:
-                    call()
-        graph.replay()
-        times = []
-        for _ in range(repeats):
-            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            started.record()
-            graph.replay()
-            ended.record()
-            ended.synchronize()
-            times.append(started.elapsed_time(ended) / 1e3 / (rounds * len(calls)))
-        return statistics.median(times)
-
-
-def make_batch(
-    bench: Bench,
-    query_lens: list[int],
-    seq_lens: list[int],
-    block_size: int,
-    kv_heads: int,
-    dim: int,
-    pool: torch.dtype = BF16,
-) -> tuple[BatchMeta, tuple[Tensor, ...]]:
-    """Shuffled blocks full of random keys and values; the null block and scratch are NaN."""
-    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    lengths = np.array(seq_lens, np.int32)
-    counts = -(-lengths // block_size)
-    num_blocks = int(counts.sum()) + 2
-    order = (np.random.default_rng(0).permutation(num_blocks - 2) + 1).astype(np.int32)
-    table = np.zeros((len(seq_lens), max(1, int(counts.max()))), np.int32)
-    for r, begin in enumerate(np.cumsum(counts) - counts):
-        table[r, : counts[r]] = order[begin : begin + counts[r]]
-    slots = np.concatenate(
-        [
-            np.empty(0, np.int64),
-            *(
-                table[r, p // block_size].astype(np.int64) * block_size + p % block_size
-                for r, (t, n) in enumerate(zip(query_lens, seq_lens, strict=True))
-                for p in (np.arange(max(0, n - t), n),)
-            ),
-        ]
-    )
-    cache = TritonBackend().allocate((num_blocks, block_size, kv_heads, dim), pool, bench.device)
-    for tensor in cache:
-        if tensor.dtype == INT8:
-            tensor.random_(-127, 128)
-        else:
-            values = torch.randn(tensor.shape[1:], generator=bench.generator, device=bench.device)
-            is_scale = tensor.dim() == 3
-            tensor.copy_((values.abs() * 0.02 + 0.01 if is_scale else values).to(tensor.dtype).expand_as(tensor))
-            raw = tensor.view(torch.uint8)
-            raw[1:-1, 0].copy_(raw[1:-1, -1].roll(1, 0))
-            for unread in (raw[0], raw[-1]):
-                unread.fill_(0xFF)  # NaN in every float dtype
-
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(bench.device)
-
-    meta = BatchMeta(
-        on_device(starts),
-        on_device(lengths),
-        on_device(table),
-        on_device(slots),
-        block_size,
-        starts,
-        lengths,
-        max(query_lens),
-        int(lengths.max()),
-    )
-    return meta, cache
-
-
-def measure_ceilings(bench: Bench) -> None:
-    """Copy bandwidth and bf16 matrix rate of this chip, on random data."""
-    size, side = (1 << 12, 64) if bench.dry else (1 << 30, 8192)
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=bench.device)
-    target = torch.empty_like(source)
-    seconds = bench.seconds([lambda: target.copy_(source)])
-    bench.copy_rate = 2 * size / seconds
-    bench.report("ceiling: copy", seconds, bytes_moved=2 * size)
-    a, b = bench.randn(side, side), bench.randn(side, side)
-    seconds = bench.seconds([lambda: a @ b])
-    bench.matmul_rate = 2 * side**3 / seconds
-    bench.report(f"ceiling: bf16 product {side}", seconds, operations=2 * side**3)
 
 
 def check_kernels(bench: Bench) -> None:
@@ -210,7 +64,7 @@ def check_kernels(bench: Bench) -> None:
         "mixed": ([1, long // 2, 1, 5, 1], [long, long // 2, 0, 60 if not bench.dry else 30, 16]),
         "chunk behind a context": ([long // 3], [long]),
     }
-    pools = [BF16, INT8] + ([FP8] if bench.dry or triton_paged_capability() >= FP8_CAPABILITY else [])
+    pools = [BF16, INT8] + ([FP8] if bench.dry or capability_of_device() >= FP8_CAPABILITY else [])
     for dim, heads, kv_heads, block in [(128, 32, 8, 16), (64, 14, 2, 32), (96, 6, 6, 16), (256, 8, 1, 64)]:
         if bench.dry:
             heads, kv_heads = heads // kv_heads, 1
@@ -225,12 +79,6 @@ def check_kernels(bench: Bench) -> None:
                     expected = paged_attention_reference(q.float(), cache, meta, window=window)
                     bench.check(f"{label} window={window}", actual, expected, 2e-2)
     check_row_kernels(bench, pools)
-
-
-def triton_paged_capability() -> int:
-    """Compute capability of the current device, 90 for 9.0."""
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
 
 
 def check_row_kernels(bench: Bench, pools: list[torch.dtype]) -> None:
@@ -353,7 +201,7 @@ def measure_attention(bench: Bench) -> None:
     time_decode(bench, f"decode 1 x {short}", 1, short, 16, **small)
     time_decode(bench, f"decode 1 x {4 * long}", 1, 4 * long, 16, **small)
     for pool in (INT8, FP8):
-        if pool == INT8 or bench.dry or triton_paged_capability() >= FP8_CAPABILITY:
+        if pool == INT8 or bench.dry or capability_of_device() >= FP8_CAPABILITY:
             time_decode(bench, f"decode {rows} x {long}, {str(pool)[6:]}", rows, long, 16, pool=pool, **small)
     time_prefill(bench, f"prefill {chunk}", [chunk], [chunk], target=0.5, **small)
     time_prefill(bench, f"prefill {chunk}, block 64", [chunk], [chunk], block_size=64, **small)
@@ -442,24 +290,6 @@ def tune(bench: Bench) -> None:
                         bench.rows.append({"name": label, "skipped": str(error)[:60]})
     finally:
         triton_paged.attention_config = original
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """One line a result."""
-    print(f"{'what':52} {'us':>10} {'rate':>14} {'share':>6} {'target':>6}")
-    for row in rows:
-        if "skipped" in row:
-            print(f"{row['name']:52} skipped: {row['skipped']}")
-        elif "ok" in row:
-            print(
-                f"{row['name']:66} {'ok' if row['ok'] else 'WRONG'}: error {row['error']:.2e}, limit {row['limit']:.1e}"
-            )
-        else:
-            rate = f"{row['GB/s']} GB/s" if "GB/s" in row else f"{row.get('TFLOP/s', 0)} TFLOP/s"
-            target = (
-                "" if row["target"] is None else f"{row['target']:.0%}{' !' if row['share'] < row['target'] else ''}"
-            )
-            print(f"{row['name']:52} {row['us']:>10} {rate:>14} {row['share']:>6.1%} {target:>6}")
 
 
 def main() -> None:

@@ -134,6 +134,8 @@ class EngineCore:
             if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
                 return INVALID, (f"{name} has token ids {tokens.min()} to {tokens.max()}; the model's are 0 to "
                                  f"{vocab_size - 1}")
+        if message.is_replay:                   # accepted before: a full queue is no reason to end it now
+            return 0, ""
         waiting, config = self.scheduler.waiting, self.config
         if config.max_num_queued_reqs and len(waiting) + len(ids) > config.max_num_queued_reqs:
             return OVERLOADED, (f"{len(waiting)} requests wait and at most {config.max_num_queued_reqs} may; try "

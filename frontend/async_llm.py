@@ -73,6 +73,7 @@ class AsyncLLM:
             if self._config is None:
                 self._config = await asyncio.to_thread(build_config, self._model or "", self._options, serve=False)
             loading = asyncio.create_task(asyncio.to_thread(Tokenizer.from_files, self._config.model.files))
+            loading.add_done_callback(lambda task: task.cancelled() or task.exception())    # seen, if nobody awaits it
             try:
                 self._process = EngineProcess()
                 up = await self._start_process(self._process, self._config)

@@ -92,7 +92,7 @@ class EngineClient:
             if choice.message is None:
                 raise RuntimeError(f"request {choice.request_id} is live and was never sent")
             self._link.send(msgspec.structs.replace(
-                choice.message, request_id=choice.request_id, choice=choice.index, num_choices=1,
+                choice.message, request_id=choice.request_id, choice=choice.index, num_choices=1, is_replay=True,
                 output_token_ids=np.array(choice.token_ids, np.int32).data.cast("B")))
 
     async def wait_ready(self) -> EngineReady:
@@ -147,9 +147,17 @@ class EngineClient:
     # ------------------------------------------------------------ what arrives
 
     def _on_message(self, header: Header, message: Any) -> None:
+        """Called by the loop, where an exception would only be logged: a fault of ours must not leave anyone waiting."""
         self.last_heard = time.monotonic()
         if header.epoch != self.core.epoch:
             return                              # of a core that is gone
+        try:
+            self._handle(message)
+        except Exception as error:
+            logger.exception("this %s could not be handled", type(message).__name__)
+            self.fail(EngineDeadError(f"the frontend failed on a message: {type(error).__name__}: {error}"))
+
+    def _handle(self, message: Any) -> None:
         if isinstance(message, Outputs):
             received_ns = time.monotonic_ns()
             self._on_outputs(message)

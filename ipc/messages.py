@@ -109,6 +109,7 @@ class AddRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_choices: int = 1                        # they have consecutive request ids; all are accepted or none
     priority: int = 0                           # lower runs first under the priority policy
     arrival_time: float = 0.0                   # seconds of time.monotonic()
+    is_replay: bool = False                     # re-added after a restart of the core: it was accepted before
     cache_salt: str = ""                        # requests of different salts never share cached blocks
 
 

@@ -138,7 +138,7 @@ def build_runner(config: WorkerProcess, starting: Starting,
     cache, size = config.cache, config.cache.block_size
     seats = min(config.max_num_seqs, config.max_num_batched_tokens)
     kv_spec = model.kv_spec()
-    block_bytes = kv_bytes_per_block(*kv_spec, size, dtype)
+    block_bytes = kv_bytes_per_block(*kv_spec, size, dtype) if choice is None else build.block_bytes(kv_spec, size, dtype)
     useful = seats * -(-max_model_len // size)
     if cache.num_gpu_blocks_override is not None:
         num_blocks, text = cache.num_gpu_blocks_override, f"{cache.num_gpu_blocks_override} blocks, as asked"

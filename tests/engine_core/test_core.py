@@ -13,7 +13,7 @@ from ipc.errors import INVALID, OVERLOADED
 from ipc.messages import (FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, STAMPS, Abort, AddRequest, Command, EngineReady,
                           ModelRunnerOutput)
 from ipc.sampling_params import SamplingParams
-from tests.engine_core.sim_driver import VOCAB, over_the_wire, pack, unpack
+from bench.simulation import VOCAB, over_the_wire, pack, unpack
 from tests.engine_core.tools import Engine, add_message
 
 NUMBER = 1 << 40                                # ids of frontend 1 begin here

@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine_core.partial_index import MAX_PER_KEY, PartialIndex
-from tests.engine_core.sim_driver import unpack
+from bench.simulation import unpack
 from tests.engine_core.test_scheduler import new_rows, prompt
 from tests.engine_core.tools import Engine, pairs
 

@@ -16,7 +16,7 @@ from ipc import codec
 from ipc.config import CacheConfig, SchedulerConfig
 from ipc.messages import Abort, AddRequest, Command, StepFailed, WorkerReady
 from ipc.sampling_params import SamplingParams
-from tests.engine_core.sim_driver import pack
+from bench.simulation import pack
 
 VOCAB = 40
 

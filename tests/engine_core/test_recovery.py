@@ -7,7 +7,7 @@ import pytest
 from bench.sim_worker import SimWorker
 from ipc.errors import FAULT
 from ipc.messages import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, Abort, ModelRunnerOutput, StepFailed
-from tests.engine_core.sim_driver import VOCAB, pack, unpack
+from bench.simulation import VOCAB, pack, unpack
 from tests.engine_core.test_scheduler import new_rows, prompt
 from tests.engine_core.tools import Engine, pairs
 

@@ -5,7 +5,7 @@ import pytest
 
 from engine_core.request import Request, RequestStatus
 from engine_core.rows import PlanRecord, Rows
-from tests.engine_core.sim_driver import pack, unpack
+from bench.simulation import pack, unpack
 from tests.engine_core.tools import add_message
 
 

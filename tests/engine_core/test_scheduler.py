@@ -8,7 +8,7 @@ import pytest
 
 from engine_core.request import RequestStatus
 from ipc.messages import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, Abort, SchedulerOutput
-from tests.engine_core.sim_driver import unpack
+from bench.simulation import unpack
 from tests.engine_core.tools import Engine, pairs
 
 

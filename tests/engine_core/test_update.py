@@ -5,7 +5,7 @@ import pytest
 
 from ipc.errors import FAULT
 from ipc.messages import EMPTY, FINISH_ABORT, FINISH_ERROR, Abort, ModelRunnerOutput
-from tests.engine_core.sim_driver import pack, unpack
+from bench.simulation import pack, unpack
 from tests.engine_core.tools import Engine, pairs
 
 

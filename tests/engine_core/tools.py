@@ -12,7 +12,7 @@ from engine_core.request import Request
 from ipc.config import CacheConfig, SchedulerConfig
 from ipc.messages import AddRequest, Command, Finished, ModelRunnerOutput, SchedulerOutput, StepFailed, WorkerReady
 from ipc.sampling_params import SamplingParams
-from tests.engine_core.sim_driver import VOCAB, over_the_wire, pack, unpack
+from bench.simulation import VOCAB, over_the_wire, pack, unpack
 
 KEY = b"secret of a test"
 

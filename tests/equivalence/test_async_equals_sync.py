@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from ipc.messages import FINISH_ERROR, Finished
-from tests.engine_core.sim_driver import Options, Simulation
+from bench.simulation import Options, Simulation
 
 
 def run(seed: int, is_async: bool, **options) -> dict[int, tuple[list[int], int, int]]:

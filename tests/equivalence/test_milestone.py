@@ -15,7 +15,7 @@ from ipc.errors import FAULT
 from ipc.messages import FINISH_ERROR, FINISH_LENGTH
 from ipc.model_config import ModelConfig
 from ipc.model_source import ModelFiles
-from tests.engine_core.sim_driver import VOCAB
+from bench.simulation import VOCAB
 from tests.engine_core.tools import Engine
 from worker.attention.registry import get_backend
 from worker.kv_pool import KVPool

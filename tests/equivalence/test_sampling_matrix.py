@@ -18,7 +18,7 @@ import torch
 
 from ipc.errors import INVALID
 from ipc.messages import FINISH_ERROR, Outputs
-from tests.engine_core.sim_driver import VOCAB, unpack
+from bench.simulation import VOCAB, unpack
 from tests.equivalence.test_milestone import RealEngine
 from worker.sampling.processors import register
 

@@ -291,6 +291,20 @@ def test_a_token_out_of_its_place_fails_its_request_only() -> None:
     play(scenario)
 
 
+def test_a_fault_of_ours_in_handling_a_message_reaches_everyone_who_waits(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """An exception in a callback of the loop is only logged: streams would have waited for ever."""
+    async def scenario(core: FakeCore, client: EngineClient) -> None:
+        stream = add(client)
+        await core.receive(AddRequest)
+        monkeypatch.setattr(Choice, "receive", lambda *_: 1 // 0)
+        core.tokens((FIRST, b"a"))
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+            await take(stream)
+        assert "this Outputs could not be handled" in caplog.text
+    play(scenario)
+
+
 def test_a_new_core_gets_every_live_request_with_the_tokens_it_had() -> None:
     async def scenario(core: FakeCore, client: EngineClient) -> None:
         stream, left = add(client, n=2, stop=["!"]), add(client)

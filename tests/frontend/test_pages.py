@@ -49,7 +49,7 @@ def page(tmp_path: Path) -> Iterator[Chromium]:
 @browser
 def test_a_conversation_in_the_browser(page: Chromium) -> None:
     llm = FakeLLM()
-    llm.token_s = 0.002
+    llm.token_s = 0.02
     with LiveServer(llm) as server:
         page.open(server.url)
         page.wait("document.getElementById('model').textContent.includes('64 tokens')")

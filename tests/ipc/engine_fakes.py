@@ -96,10 +96,10 @@ class Fakes:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
 
-def make_config(serve: bool = True, **options: object) -> EngineConfig:
+def make_config(serve: bool = True, restart: bool = False, **options: object) -> EngineConfig:
     shape = ModelConfig("LlamaForCausalLM", vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                         num_attention_heads=1, num_key_value_heads=1, head_dim=8)
-    return EngineConfig(model=ModelSection(files=ModelFiles("dummy", "", shape, "tiny")), serve=serve,
+    return EngineConfig(model=ModelSection(files=ModelFiles("dummy", "", shape, "tiny")), serve=serve, restart=restart,
                         frontend=FrontendSection(port=0), **options)
 
 

@@ -87,7 +87,7 @@ def test_children_get_their_sections_and_thread_limits_and_all_ready_means_up(fa
         "engine_core configured CoreProcess OMP=1", "frontend configured FrontendProcess OMP=1",
         "worker configured WorkerProcess OMP=3"]
     assert "Phase|worker 0|worker|think|1.0|0.25|thought" in run.lines
-    assert "Ready|engine_core|detail of engine_core" in run.lines
+    assert "Ready|engine_core|detail of engine_core|0" in run.lines
     assert run.pids[0] == run.process.pid and len(run.pids) == 4
     assert len(run_dirs(temp)) == 1
     assert os.stat(os.path.join(temp, run_dirs(temp)[0])).st_mode & 0o777 == 0o700

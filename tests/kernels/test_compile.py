@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # Registers a thread: more than 168 of 128 threads, or 128 of 256, leave room for two programs on a multiprocessor only.
 MAX_REGISTERS = {
     "paged_attention": 255,
-    "combine_splits": 64,
+    "combine_splits": 128,
     "qkv_rope_kv_write": 96,
     "kv_write": 64,
     "add_rms_norm": 64,

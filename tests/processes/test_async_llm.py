@@ -194,6 +194,20 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(temp: str, tiny_model: s
     assert_nothing_left(temp)
 
 
+def test_a_broken_tokenizer_is_an_error_that_names_its_file(temp: str, tiny_model: str, tmp_path: Path) -> None:
+    for path in Path(tiny_model).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{")
+
+    async def start() -> None:
+        async with AsyncLLM(str(tmp_path), **OPTIONS):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match="tokenizer.json"):
+        asyncio.run(start())
+    assert_nothing_left(temp)
+
+
 def test_an_engine_that_is_not_running_refuses_calls(tiny_model: str) -> None:
     llm = AsyncLLM(tiny_model)
     with pytest.raises(EngineDeadError, match="async with"):
@@ -256,6 +270,8 @@ def test_many_requests_come_and_go_and_each_is_answered_or_freed(engine: Running
             1 + index % 9 for index in range(120) if index % 3]
         gc.collect()
         await wait_idle(engine.llm)
+        while engine.llm._client is not None and engine.llm._client.num_requests:      # nothing is kept of any
+            await asyncio.sleep(0.01)
     engine.loop.run(run())
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from bench.sim_worker import SimWorker, expected_outputs
 from ipc.messages import FINISH_ABORT, FINISH_ERROR, Abort, ModelRunnerOutput, SchedulerOutput
-from tests.engine_core.sim_driver import VOCAB, pack
+from bench.simulation import VOCAB, pack
 from tests.engine_core.tools import Engine, pairs
 
 SHARED = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]

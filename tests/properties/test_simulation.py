@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine_core.sim_driver import Options, SimulationError, Simulation, Statistics, simulate, simulate_steps
+from bench.simulation import Options, SimulationError, Simulation, Statistics, simulate, simulate_steps
 
 
 def test_without_faults_every_request_has_the_tokens_it_has_alone():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ipc.messages import ModelRunnerOutput, NewRow, SchedulerOutput
-from tests.engine_core.sim_driver import FaultyWorker, Options, Simulation, unpack
+from bench.simulation import FaultyWorker, Options, Simulation, unpack
 from worker.batch import Batch, BatchBuilder
 from worker.request_state import RequestState
 

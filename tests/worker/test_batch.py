@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ipc.messages import SchedulerOutput
-from tests.engine_core.sim_driver import Options, pack
+from bench.simulation import Options, pack
 from tests.worker.mirror import MirrorWorker, mirror
 from tests.worker.test_request_state import plan_of
 from worker.batch import Batch, BatchBuilder

@@ -19,14 +19,15 @@ def make_meta(query_lens: list[int], seq_lens: list[int], table: torch.Tensor, s
     for r, (t, n) in enumerate(zip(query_lens, seq_lens, strict=True)):
         p = torch.arange(n - t, n)
         slots.append(table[r, p // size].long() * size + p % size if n else torch.full((t,), -1))
-    return BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), table, torch.cat(slots), size, starts, lengths,
-                     max(query_lens), int(lengths.max()))
+    return BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), table, torch.cat(slots), size, starts,
+                     lengths, max(query_lens), int(lengths.max()))
 
 
 class Contexts:
     """The same keys and values in pools of both backends; everything else in them is NaN."""
 
-    def __init__(self, lengths: list[int], size: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, lengths: list[int], size: int, kv_heads: int, dim: int,
+                 dtype: torch.dtype = torch.float32) -> None:
         self.size, self.jit, self.reference = size, JitBackend(), ReferenceBackend()
         width = -(-max(lengths) // size)
         num_blocks = len(lengths) * width
@@ -71,8 +72,8 @@ def test_head_shapes_of_real_models(heads: int, kv_heads: int, dim: int) -> None
 
 
 def test_a_row_has_the_same_bits_alone_in_a_batch_in_a_chunk_and_split_over_units() -> None:
-    """Alone, 1,000 keys are split over units; in the batch of 40 rows they are not; in a prefill chunk the row is one of
-    many in a tile."""
+    """Alone, 1,000 keys are split over units; in the batch of 40 rows they are not; in a prefill chunk the row is one
+    of many in a tile."""
     lengths = [1000] * 40
     contexts = Contexts(lengths, 16, 3, 64)
     q = torch.randn((40, 9, 64), generator=torch.Generator().manual_seed(3))

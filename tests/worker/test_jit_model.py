@@ -103,7 +103,8 @@ def test_a_bfloat16_checkpoint_is_kept_exactly_and_computed_in_float32() -> None
     model = JitModel(ModelSource(half))
     assert {weight.name for layer in model.linears for weight in layer.weights} == {"bfloat16"}
     expected = Running(wide, ReferenceBackend()).step([0], [some_tokens(30)], [0])
-    torch.testing.assert_close(Running(model, JitBackend()).step([0], [some_tokens(30)], [0]), expected, atol=1e-4, rtol=1e-4)
+    logits = Running(model, JitBackend()).step([0], [some_tokens(30)], [0])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
@@ -112,9 +113,9 @@ def test_integer_routes_differ_from_the_weights_they_stand_for_by_activation_rou
     model = JitModel(ModelSource(flat, mode))
     stand_in = make_flat(make_config())
     for index, parts in enumerate(model.layers):
-        for target, part in ((stand_in.layers[index].self_attn.qkv_proj, "qkv"), (stand_in.layers[index].mlp.down_proj, "down"),
-                             (stand_in.layers[index].self_attn.o_proj, "o"),
-                             (stand_in.layers[index].mlp.gate_up_proj, "gate_up")):
+        layer = stand_in.layers[index]
+        for target, part in ((layer.self_attn.qkv_proj, "qkv"), (layer.self_attn.o_proj, "o"),
+                             (layer.mlp.gate_up_proj, "gate_up"), (layer.mlp.down_proj, "down")):
             target.weight.copy_(torch.from_numpy(dequantized(parts[part])))
     stand_in.embed_tokens.copy_(torch.from_numpy(dequantized(model.embedding)))
     stand_in.lm_head.weight.copy_(torch.from_numpy(dequantized(model.head)))

@@ -57,7 +57,8 @@ class Quantized:
 @pytest.mark.parametrize("has_delta", [False, True])
 def test_add_norm_and_quantization(rows: int, has_delta: bool) -> None:
     width = 96
-    residual, delta, weight, out = normal(rows, width), normal(rows, 128, seed=1), normal(width, seed=2), torch.zeros(rows, width)
+    residual, delta, weight = normal(rows, width), normal(rows, 128, seed=1), normal(width, seed=2)
+    out = torch.zeros(rows, width)
     before, quantized = residual.clone(), Quantized(rows, width)
     run(pg.NORM, {norm.RESIDUAL: at(residual), norm.DELTA: at(delta) if has_delta else 0, norm.LD_DELTA: 4 * 128,
                   norm.WEIGHT: at(weight), norm.SIZE: width, norm.EPS_BITS: pg.float_bits(1e-5), norm.OUT: at(out),
@@ -97,8 +98,8 @@ def test_head_norm_rotation_and_write(has_norm: bool, dim: int) -> None:
     run(pg.ROPE, {rope.Q: at(qkv), rope.K: at(qkv) + heads * bytes_of, rope.V: at(qkv) + (heads + kv_heads) * bytes_of,
                   rope.LD_Q: qkv.stride(0) * 4, rope.LD_KV: qkv.stride(0) * 4, rope.NORM: at(weight) if has_norm else 0,
                   rope.EPS_BITS: pg.float_bits(1e-6), rope.ROTATE: 1, rope.K_POOL: at(keys), rope.V_POOL: at(values)},
-        rows, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=size, NUM_SLOTS=4 * size, POSITIONS=at(positions),
-        SLOTS=at(slots), COS=at(cos), SIN=at(sin))
+        rows, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=size, NUM_SLOTS=4 * size,
+        POSITIONS=at(positions), SLOTS=at(slots), COS=at(cos), SIN=at(sin))
     x = before[:, :heads + kv_heads]
     if has_norm:
         x = F.rms_norm(x, (dim,), None, 1e-6) * weight

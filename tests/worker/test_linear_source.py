@@ -63,15 +63,16 @@ def write_model(path: Path, kinds: dict[str, str]) -> ModelFiles:
 
 def sources(files: ModelFiles, mode: str) -> tuple[ModelSource, GGUFSource]:
     flat = load_model(files, dtype="float32", device="cpu")
-    family = get_model_class(files.config.architecture)
-    return ModelSource(flat, "none"), GGUFSource(family(files.config, dtype=torch.float32, device="meta"), files.path, mode)
+    shape = get_model_class(files.config.architecture)(files.config, dtype=torch.float32, device="meta")
+    return ModelSource(flat, "none"), GGUFSource(shape, files.path, mode)
 
 
 LINEARS = [["model.embed_tokens.weight"], ["lm_head.weight"], ["model.layers.0.self_attn.o_proj.weight"],
            [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"],
            ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"],
            ["model.layers.0.mlp.down_proj.weight"]]
-MIXED = {"token_embd": "Q8_0", "output": "Q8_0", "blk.0.attn_v": "Q4_0", "blk.0.ffn_down": "F32", "blk.0.attn_output": "BF16"}
+MIXED = {"token_embd": "Q8_0", "output": "Q8_0", "blk.0.attn_v": "Q4_0", "blk.0.ffn_down": "F32",
+         "blk.0.attn_output": "BF16"}
 
 
 @pytest.mark.parametrize("mode", ["keep", "none"])
@@ -118,7 +119,8 @@ def test_a_file_that_does_not_match_is_refused(tmp_path: Path) -> None:
         sources(files, "int3")
 
 
-def make_process(files: ModelFiles, backend: str = "auto", cache: dict[str, Any] | None = None, **section: Any) -> WorkerProcess:
+def make_process(files: ModelFiles, backend: str = "auto", cache: dict[str, Any] | None = None,
+                 **section: Any) -> WorkerProcess:
     return WorkerProcess(rank=0, listen="", epoch=1, model=ModelSection(files=files, **section), max_num_seqs=4,
                          cache=CacheConfig(**(cache or {})), max_num_batched_tokens=64, device="cpu",
                          attention_backend=backend, num_threads=2, run_dir="", log_level="info")

@@ -6,7 +6,7 @@ import pytest
 
 from ipc.messages import NewRow, SchedulerOutput
 from ipc.sampling_params import SamplingParams
-from tests.engine_core.sim_driver import Options, pack
+from bench.simulation import Options, pack
 from tests.worker.mirror import mirror
 from worker.request_state import RequestState
 

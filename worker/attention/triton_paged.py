@@ -100,12 +100,10 @@ class TritonBackend:
         """Compile (or load from disk) every variant that layers of this kind can launch, so that no request waits for
         the compiler; returns how many launches it took. Nothing in the pool changes: the batch is one padding row."""
         num_kv_heads, dim, device = cache[0].shape[2], cache[0].shape[3], cache[0].device
-        group, block_d = num_heads // num_kv_heads, padded_dim(cache[0].shape[3])
-        tiles = {attention_config(rows * group, block_d, dtype.itemsize, cache[0].dtype.itemsize,
-                                  self._device(device).capability) for rows in range(1, 64)}
         tables = torch.zeros((4, 1), dtype=torch.int32, device=device)
         q = torch.zeros((1, num_heads, dim), dtype=dtype, device=device)
         work = torch.zeros((2, num_kv_heads * 64 * dim), dtype=torch.float32, device=device)
+        tiles = {self._tile(max_query_len, q, cache[0]) for max_query_len in range(1, 64)}
         launches = [(tile, 2) for tile in tiles] + [(self._tile(1, q, cache[0]), 1)]
         for tile, max_query_len in launches:
             starts = torch.arange(2, dtype=torch.int32, device=device)
@@ -116,8 +114,8 @@ class TritonBackend:
         return len(launches)
 
     def _tile(self, max_query_len: int, q: Tensor, pool: Tensor) -> TileConfig:
-        return attention_config(max(1, max_query_len) * (q.shape[1] // pool.shape[2]), padded_dim(q.shape[2]),
-                                q.dtype.itemsize, pool.dtype.itemsize, self._device(q.device).capability)
+        return attention_config(max_query_len, q.shape[1] // pool.shape[2], padded_dim(q.shape[2]), q.dtype.itemsize,
+                                pool.dtype.itemsize, self._device(q.device).capability)
 
     def _plan(self, meta: BatchMeta, q: Tensor, pool: Tensor) -> LaunchPlan:
         """The step's launch for layers of this shape; made once, with its workspace."""
@@ -156,8 +154,8 @@ def plan_launch(meta: BatchMeta, num_tokens: int, group: int, num_kv_heads: int,
                 num_processors: int) -> LaunchPlan:
     """Number of tiles, and over how many programs a tile's keys are shared out.
 
-    Few programs in all: every tile is split. Many, some of them prefill chunks: only requests with few queries and much
-    context are, so that one program's walk over 100k keys does not outlast the rest of the step.
+    Few programs in all, or decodes only: every tile is split. Many, some of them prefill chunks: only requests with few
+    queries and much context are, so that one program's walk over 100k keys does not outlast the rest of the step.
     Raises ValueError if one KV head serves more query heads than a tile has rows.
     """
     if group > tile.block_m:
@@ -165,18 +163,24 @@ def plan_launch(meta: BatchMeta, num_tokens: int, group: int, num_kv_heads: int,
                          "use --attention-backend reference")
     num_tiles = meta.num_reqs if meta.decode_only else num_tokens // (tile.block_m // group) + meta.num_reqs
     plan = LaunchPlan(tile, num_tiles, NO_SPLIT, 1, num_tiles, tile.block_m, num_tokens)
+    num_programs = num_tiles * num_kv_heads
     useful = -(-meta.max_seq_len // (tile.block_n * configs.MIN_TILES_PER_SPLIT))
-    wanted = num_processors * configs.PROGRAMS_PER_PROCESSOR // (num_tiles * num_kv_heads)
+    wanted = min(num_processors * configs.FEW_PROGRAMS // num_programs, useful)
+    if meta.decode_only:
+        many = num_processors * configs.MANY_PROGRAMS // num_programs
+        wanted = max(wanted, min(many, meta.max_seq_len // configs.PART_KEYS))
     if wanted >= 2:
         plan.kind = SPLIT_TILES
         plan.part_rows = min(tile.block_m, max(1, meta.max_query_len) * group)
     elif not meta.decode_only:
         plan.kind = SPLIT_SHORT_REQUESTS
-        wanted = -(-meta.max_seq_len // configs.SPLIT_KEYS)
         plan.num_parts, plan.part_rows = meta.num_reqs, min(tile.block_m, max(group, configs.SPLIT_ROWS))
         plan.max_split_queries = plan.part_rows // group
+        is_short = np.diff(meta.query_start_loc_cpu) <= plan.max_split_queries
+        longest = int(meta.seq_lens_cpu.max(where=is_short, initial=0))
+        wanted = min(-(-longest // configs.SPLIT_KEYS), useful)
     bytes_per_split = plan.num_parts * num_kv_heads * plan.part_rows * dim * 4
-    plan.num_splits = min(wanted, useful, configs.MAX_SPLITS, configs.MAX_SPLIT_BYTES // bytes_per_split)
+    plan.num_splits = min(wanted, configs.MAX_SPLITS, configs.MAX_SPLIT_BYTES // bytes_per_split)
     if plan.num_splits < 2:
         plan.kind, plan.num_splits = NO_SPLIT, 1
     return plan

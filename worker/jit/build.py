@@ -5,6 +5,7 @@ model it got.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -99,6 +100,13 @@ def build(config: WorkerProcess, choice: Choice, progress: Callable[[float], Non
                                         progress=lambda fraction: progress(0.7 * fraction)), choice.mode)
     model = JitModel(source, max_tokens=config.max_num_batched_tokens, team=team)
     return Compiled(model, JitBackend(team), describe(model.linears))
+
+
+def block_bytes(kv_spec: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers, in the layout of the jit backend."""
+    from worker.jit.workspace import pool_shapes
+    layers, kv_heads, dim = kv_spec
+    return layers * dtype.itemsize * sum(math.prod(shape) for shape in pool_shapes((1, block_size, kv_heads, dim)))
 
 
 def start_kernels(num_threads: int) -> None:

@@ -47,7 +47,8 @@ def dot_form() -> str:
 def describe() -> str:
     """One line for the log: what the kernels are compiled for."""
     import llvmlite.binding as llvm
-    has = [name for name in ("avx2", "avx512f", "avx512vnni", "avx512bf16", "neon", "dotprod") if name in cpu_features()]
+    known = ("avx2", "avx512f", "avx512vnni", "avx512bf16", "neon", "dotprod")
+    has = [name for name in known if name in cpu_features()]
     return f"{llvm.get_host_cpu_name()} ({platform.machine()}: {', '.join(has) or 'no vector extension known'}), " \
            f"int8 products by {dot_form()}"
 

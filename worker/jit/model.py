@@ -1,6 +1,6 @@
 """A FlatModel as one program: every layer of a step in a single call, no torch between the first row and the last.
 
-    embed | norm  qkv  rope+write  attend  merge  o | norm  gate+up  silu  down | norm ...   then, for sampled rows, head
+    embed | norm  qkv  rope+write  attend  merge  o | norm  gate+up  silu  down | norm ...  then the head
 
 It has FlatModel's interface (forward, compute_logits, kv_spec, config), is built from any WeightSource, and is tested
 against FlatModel. Rows are independent: the bits of a row do not depend on the batch it is computed in.

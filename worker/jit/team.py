@@ -22,13 +22,14 @@ import numpy as np
 from numba import types
 
 from worker.jit import step as st
-from worker.jit.attend import plan_attention
+from worker.jit.atomics import atomic_add, atomic_load, atomic_store, compare_and_swap, pause
+from worker.jit.attend_plan import plan_attention
 from worker.jit.program import NUM_UNITS, OP_BYTES, prepare, run_unit
-from worker.jit.vector import (atomic_add, atomic_load, atomic_store, compare_and_swap, device, entry, get_i64, pause,
-                               set_i64)
+from worker.jit.vector import device, entry, get_i64, set_i64
 
 # The control block, int64 fields; those that threads write lie in cache lines of their own.
-GENERATION, IDLE, SLEEPING, STOP, PROGRAM, NUM_OPS, STEP, COUNTERS, TIMEOUT, THREADS = 0, 8, 16, 24, 32, 33, 34, 35, 40, 42
+GENERATION, IDLE, SLEEPING, STOP, PROGRAM, NUM_OPS, STEP, COUNTERS, TIMEOUT, THREADS = (
+    0, 8, 16, 24, 32, 33, 34, 35, 40, 42)
 CONTROL_SIZE = 64
 COUNTER_BYTES = 128
 MAX_OPS = 4096
@@ -159,18 +160,19 @@ class Team:
         self._control[TIMEOUT:TIMEOUT + 2] = (0, 2_000_000)     # seconds, nanoseconds
         self._control[THREADS] = num_threads
         self._no_step = np.zeros(st.SIZE, np.int64)
-        self._run = None
+        self._is_started = False
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Compile or load the code, then start the threads. Safe to call again."""
-        if self._run is not None:
+        if self._is_started:
             return
         run_team.compile((types.intp, types.intp))
-        self._run = run_team
+        self._is_started = True
         for number in range(1, self.num_threads):
-            thread = threading.Thread(target=run_team, args=(self.address, number), name=f"kernel {number}", daemon=True)
+            thread = threading.Thread(target=run_team, args=(self.address, number), name=f"kernel {number}",
+                                      daemon=True)
             thread.start()
             self._threads.append(thread)
         atexit.register(self.stop)
@@ -179,7 +181,7 @@ class Team:
         """Execute a program (its address) on this step record, and return when it is done."""
         if num_ops > MAX_OPS:
             raise ValueError(f"a program of {num_ops} operations; the team holds {MAX_OPS}")
-        if self._run is None:
+        if not self._is_started:
             self.start()
         with self._lock:
             self._control[PROGRAM], self._control[NUM_OPS], self._control[STEP] = program, num_ops, step.ctypes.data

@@ -1,4 +1,4 @@
-"""The vocabulary of the kernels: raw addresses, vectors of sixteen lanes, atomics.
+"""The vocabulary of the kernels: raw addresses, vectors of sixteen lanes.
 
 A kernel sees memory as integers: base + byte offset. That keeps its signature plain (one compiled form for every model)
 and lets one list of operations point at any tensor. Vectors are first-class values of 16 float32 or 16 int32; LLVM maps
@@ -22,7 +22,7 @@ from numba.extending import intrinsic, register_model
 from worker.jit import features
 
 LANES = 16
-config.CACHE_DIR = str(features.cache_folder())
+config.CACHE_DIR = str(features.cache_folder())  # type: ignore[attr-defined]
 
 # A function that kernels call; compiled as part of its caller, which is the one that is cached.
 device = njit(nogil=True, error_model="numpy")
@@ -254,35 +254,3 @@ def exp(x):  # type: ignore[no-untyped-def]
     y = muladd(y, mul(r, r), add(r, splat(types.float32(1.0))))
     y = mul(y, as_f32(shift_left(add_i32(to_i32(n), splat_i32(types.int32(127))), splat_i32(types.int32(23)))))
     return zero_unless_above(y, given, low)
-
-
-# ------------------------------------------------------------------ between threads
-
-
-def _compare_and_swap(builder: Any, address: Any, expected: Any, value: Any) -> Any:
-    pair = builder.cmpxchg(pointer(builder, address, I64), expected, value, "seq_cst", "seq_cst")
-    return builder.extract_value(pair, 0)
-
-
-def _ordered_load(builder: Any, address: Any) -> Any:
-    return builder.load_atomic(pointer(builder, address, I64), "seq_cst", 8)
-
-
-def _ordered_store(builder: Any, address: Any, value: Any) -> None:
-    builder.store_atomic(value, pointer(builder, address, I64), "seq_cst", 8)
-
-
-def _pause(builder: Any) -> None:
-    """Tell the core that this is a waiting loop."""
-    if "sse2" in features.cpu_features():
-        call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-    elif "neon" in features.cpu_features():
-        call(builder, "llvm.aarch64.hint", ir.VoidType(), [constant(I32, 1)])
-
-
-atomic_add = make(types.int64, (_ADDRESS, types.int64), lambda b, address, value: b.atomic_rmw(
-    "add", pointer(b, address, I64), value, "seq_cst"))
-compare_and_swap = make(types.int64, (_ADDRESS, types.int64, types.int64), _compare_and_swap)
-atomic_load = make(types.int64, (_ADDRESS,), _ordered_load)
-atomic_store = make(types.void, (_ADDRESS, types.int64), _ordered_store)
-pause = make(types.void, (), _pause)

@@ -1,4 +1,4 @@
-"""From BatchMeta to the step record: shapes of attention, this step's tables, and memory for its plan and partial results.
+"""From BatchMeta to the step record: shapes of attention, this step's tables, memory for its plan and partial results.
 
 Knows the batch layout and the pool's shape, not the model. Memory grows to the largest step seen and is then reused.
 """
@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.attention.base import BatchMeta
-from worker.jit import attend
+from worker.jit import attend_plan as plan
 from worker.jit import step as st
+from worker.jit.attend import HEADER
+from worker.jit.attend_tiles import CHUNK
 from worker.jit.program import float_bits, new_step
 
 POOL_KINDS = {torch.float32: st.POOL_F32, torch.bfloat16: st.POOL_BF16}
@@ -37,13 +39,13 @@ class AttentionWorkspace:
         self.step = new_step()
         self.step[st.HEADS], self.step[st.KV_HEADS], self.step[st.HEAD_DIM] = heads, kv_heads, dim
         group, width = heads // kv_heads, padded(dim)
-        self._row_floats = attend.HEADER + width
-        rows = max(attend.MAX_ROWS, group * attend.SPLIT_QUERIES)
-        floats = rows * (width + 2 * self._row_floats + attend.CHUNK + 4) + 256   # limits of a row: two int64; groups
+        self._row_floats = HEADER + width
+        rows = max(plan.MAX_ROWS, group * plan.SPLIT_QUERIES)
+        floats = rows * (width + 2 * self._row_floats + CHUNK + 4) + 256   # limits of a row: two int64; groups
         self._scratch = _floats((num_threads, padded(floats)))
         self.step[st.SCRATCH], self.step[st.SCRATCH_BYTES] = self._scratch.ctypes.data, self._scratch.strides[0]
-        self._tasks = np.zeros((0, attend.TASK_FIELDS), np.int64)
-        self._tokens = np.zeros((0, attend.TOKEN_FIELDS), np.int64)
+        self._tasks = np.zeros((0, plan.TASK_FIELDS), np.int64)
+        self._tokens = np.zeros((0, plan.TOKEN_FIELDS), np.int64)
         self._partials = _floats((0,))
 
     def bind(self, meta: BatchMeta, num_rows: int, cache: tuple[Tensor, ...], *, scale: float | None,
@@ -57,16 +59,16 @@ class AttentionWorkspace:
         step[st.BLOCK_SIZE], step[st.NUM_SLOTS] = size, cache[0].shape[0] * size
         step[st.POOL_KIND], step[st.WINDOW] = POOL_KINDS[cache[0].dtype], window
         step[st.SCALE_BITS] = float_bits(self.dim ** -0.5 if scale is None else scale)
-        # The plan splits contexts only while there are fewer units than 4 per thread (attend.plan_attention).
-        splits = -(-meta.max_seq_len * padded(size) // (size * attend.SPLIT)) + 1
+        # The plan splits contexts only while there are fewer units than 4 per thread (plan_attention).
+        splits = -(-meta.max_seq_len * padded(size) // (size * plan.SPLIT)) + 1
         may_split = -(-4 * self.num_threads // self.kv_heads)
-        per_task = max(1, attend.MAX_ROWS // (self.heads // self.kv_heads))
+        per_task = max(1, plan.MAX_ROWS // (self.heads // self.kv_heads))
         num_tasks = meta.num_reqs + num_rows // per_task + 1 + may_split * splits
         if num_tasks > len(self._tasks):
-            self._tasks = np.zeros((num_tasks * 3 // 2, attend.TASK_FIELDS), np.int64)
+            self._tasks = np.zeros((num_tasks * 3 // 2, plan.TASK_FIELDS), np.int64)
         if num_rows > len(self._tokens):
-            self._tokens = np.zeros((num_rows * 3 // 2, attend.TOKEN_FIELDS), np.int64)
-        floats = may_split * splits * self.heads * attend.SPLIT_QUERIES * self._row_floats
+            self._tokens = np.zeros((num_rows * 3 // 2, plan.TOKEN_FIELDS), np.int64)
+        floats = may_split * splits * self.heads * plan.SPLIT_QUERIES * self._row_floats
         if floats > self._partials.size:
             self._partials = _floats((floats * 3 // 2,))
         step[st.TASKS], step[st.TOKENS] = self._tasks.ctypes.data, self._tokens.ctypes.data

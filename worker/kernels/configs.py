@@ -14,9 +14,11 @@ SHARED_LIMITS = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 9
 SMALLEST_SHARED_LIMIT = 99 * 1024
 FP8_CAPABILITY = 89  # the first whose hardware converts e4m3
 
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 MIN_TILES_PER_SPLIT = 2  # a split of less work costs more to combine than it saves
-PROGRAMS_PER_PROCESSOR = 4  # programs wanted per multiprocessor before keys are split further
+FEW_PROGRAMS = 4  # per multiprocessor: with fewer, keys are split however short the parts become
+MANY_PROGRAMS = 32  # with fewer, decodes are split into parts of at least PART_KEYS: a last round of programs that
+PART_KEYS = 512  # leaves most of the chip idle then costs little
 SPLIT_ROWS = 16  # packed query rows of a request that may be split beside prefill chunks
 SPLIT_KEYS = 2048  # keys of a split beside prefill chunks: about as long as a chunk's own tile takes
 MAX_SPLIT_BYTES = 64 << 20  # workspace of the partial results
@@ -66,12 +68,15 @@ _MANY_ROWS_NARROW_POOL: dict[int, list[TileConfig]] = {
     128: [TileConfig(128, 32, 8, 3), TileConfig(64, 32, 8, 2)],
     256: [TileConfig(64, 32, 8, 2), TileConfig(64, 16, 8, 1)],
 }
-_FLOAT32_FEW: dict[int, list[TileConfig]] = {
-    64: [TileConfig(16, 32, 4, 2)], 128: [TileConfig(16, 32, 4, 2)], 256: [TileConfig(16, 16, 4, 2)],
+_MANY_ROWS_NARROW_POOL_BLACKWELL: dict[int, list[TileConfig]] = {
+    64: [TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3)],
+    128: [TileConfig(128, 32, 8, 3), TileConfig(64, 32, 4, 2)],
+    256: [TileConfig(128, 32, 8, 2), TileConfig(64, 32, 4, 2)],
 }
-_FLOAT32_MANY: dict[int, list[TileConfig]] = {
-    64: [TileConfig(32, 32, 4, 2)], 128: [TileConfig(32, 16, 4, 2)], 256: [TileConfig(32, 16, 8, 2)],
+_FLOAT32: dict[int, list[TileConfig]] = {
+    64: [TileConfig(16, 32, 4, 2)], 128: [TileConfig(16, 32, 4, 2)], 256: [TileConfig(16, 16, 8, 2)],
 }
+_FLOAT32_LARGE_GROUP = TileConfig(32, 16, 8, 2)  # more than 16 query heads per KV head
 
 
 def shared_estimate(config: TileConfig, padded_dim: int, q_bytes: int, kv_bytes: int) -> int:
@@ -84,16 +89,21 @@ def shared_estimate(config: TileConfig, padded_dim: int, q_bytes: int, kv_bytes:
     return config.block_m * padded_dim * q_bytes + 2 * stages * keys * kv_bytes + converted + weights
 
 
-def attention_config(num_rows: int, padded_dim: int, q_bytes: int, kv_bytes: int, capability: int) -> TileConfig:
-    """Tiles for requests of up to num_rows = max_query_len * (H / Hkv) packed query rows."""
+def attention_config(
+    max_query_len: int, group: int, padded_dim: int, q_bytes: int, kv_bytes: int, capability: int
+) -> TileConfig:
+    """Tiles for requests of up to max_query_len queries, with group = H / Hkv heads of each packed as rows."""
+    num_rows = max(1, max_query_len) * group
     if q_bytes == 4:
-        table = _FLOAT32_FEW if num_rows <= 16 else _FLOAT32_MANY
+        if group > 16:
+            return _FLOAT32_LARGE_GROUP
+        table = _FLOAT32
     elif num_rows <= 16:
         table = _FEW_ROWS
     elif num_rows <= 32:
         table = _SOME_ROWS
     elif kv_bytes < q_bytes:
-        table = _MANY_ROWS_NARROW_POOL
+        table = _MANY_ROWS_NARROW_POOL if capability < 100 else _MANY_ROWS_NARROW_POOL_BLACKWELL
     else:
         table = _MANY_ROWS_AMPERE if capability < 90 else _MANY_ROWS_HOPPER
     candidates = table[min(256, max(64, padded_dim))]

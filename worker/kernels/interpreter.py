@@ -25,8 +25,9 @@ _NARROW: dict[Any, torch.dtype] = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
 }
-_BITS = {torch.bfloat16: np.dtype(np.uint16), torch.float8_e4m3fn: np.dtype(np.uint8),
-         torch.float8_e5m2: np.dtype(np.uint8)}
+_BITS: dict[torch.dtype, np.dtype[Any]] = {torch.bfloat16: np.dtype("u2"), torch.float8_e4m3fn: np.dtype("u1"),
+                                           torch.float8_e5m2: np.dtype("u1")}
+_SIGNED_BITS = {**_BITS, torch.bfloat16: np.dtype("i2")}  # torch has no full uint16
 _installed = False
 
 
@@ -44,14 +45,14 @@ def install_if_interpreted() -> None:
 
 
 def _to_float32(data: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    bits = torch.from_numpy(np.ascontiguousarray(data).view(np.int16 if data.itemsize == 2 else np.uint8))
+    bits = torch.from_numpy(np.ascontiguousarray(data).view(_SIGNED_BITS[dtype]))
     return np.asarray(bits.view(dtype).float().numpy()).reshape(data.shape)
 
 
 def _to_bits(data: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     rounded = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(dtype)
-    return np.asarray(rounded.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy()).view(
-        _BITS[dtype]).reshape(data.shape)
+    bits: np.ndarray = rounded.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy()
+    return bits.view(_BITS[dtype]).reshape(data.shape)
 
 
 def _install() -> None:

@@ -43,7 +43,8 @@ class Accuracy:
 class Reader:
     """Feeds one text through a model in chunks; gives the logits of each chunk."""
 
-    def __init__(self, model: Any, backend: AttentionBackend, max_tokens: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: Any, backend: AttentionBackend, max_tokens: int,
+                 dtype: torch.dtype = torch.float32) -> None:
         self.model, self.backend = model, backend
         self.num_blocks = -(-max_tokens // BLOCK_SIZE)
         self.pool = KVPool(backend, self.num_blocks, BLOCK_SIZE, model.kv_spec(), dtype)
@@ -57,10 +58,11 @@ class Reader:
         positions = torch.arange(begin, self.length)
         slots = self.table[0][positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         starts, lengths = np.array([0, count], np.int32), np.array([self.length], np.int32)
-        meta = BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), self.table, slots, BLOCK_SIZE, starts, lengths,
-                         count, self.length)
+        meta = BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), self.table, slots, BLOCK_SIZE, starts,
+                         lengths, count, self.length)
+        ids = torch.tensor(tokens, dtype=torch.int64)
         with torch.inference_mode():
-            hidden = self.model(torch.tensor(tokens, dtype=torch.int64), positions, self.pool.caches, meta, self.backend)
+            hidden = self.model(ids, positions, self.pool.caches, meta, self.backend)
             logits: Tensor = self.model.compute_logits(hidden)
         return logits
 
@@ -84,5 +86,5 @@ def compare(reference: tuple[Any, AttentionBackend], candidate: tuple[Any, Atten
             count += len(inputs)
     if count == 0:
         raise ValueError(f"a text of {len(tokens)} tokens predicts nothing; give at least 2")
-    return Accuracy(count, kl / count, math.exp(log_reference / count), math.exp((log_candidate - log_reference) / count),
-                    same / count)
+    return Accuracy(count, kl / count, math.exp(log_reference / count),
+                    math.exp((log_candidate - log_reference) / count), same / count)

@@ -64,7 +64,7 @@ class PackedWeight:
 def check_width(num_k: int) -> None:
     """Raises ValueError for a K that no kernel can cut into blocks."""
     if num_k % BLOCK:
-        raise ValueError(f"a weight with {num_k} inputs; packed formats need a multiple of {BLOCK}: use the torch route")
+        raise ValueError(f"a weight with {num_k} inputs; packed formats need a multiple of {BLOCK}: use torch")
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

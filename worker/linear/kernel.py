@@ -6,7 +6,7 @@ models that run their other parts in torch.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,9 @@ def side_bytes(num_k: int) -> int:
     return 4 * 4 * (num_k // BLOCK)
 
 
-def add_linear(program: pg.Program, layer: PackedLinear, source: Activations, out: int, ld_out: int) -> None:
-    """Append out = layer(source). out: rows of at least layer.padded_out floats, ld_out bytes apart."""
+def add_linear(program: pg.Program, layer: Any, source: Activations, out: int, ld_out: int) -> None:
+    """Append out = layer(source). layer: a PackedLinear, or a weak proxy of one; out: rows of at least
+    layer.padded_out floats, ld_out bytes apart."""
     program.keep(layer)
     for start, weight in zip(layer.starts, layer.weights):
         integer = weight.is_integer

@@ -58,7 +58,8 @@ def quantize_int4(weight: Floats) -> PackedWeight:
     blocks = weight.reshape(num_out, -1, BLOCK)
     minima = blocks.min(-1).astype(np.float16)
     scales = ((blocks.max(-1) - minima.astype(np.float32)) / np.float32(15)).astype(np.float16)
-    q = np.rint((blocks - minima.astype(np.float32)[..., None]) * _inverse(scales)[..., None]).clip(0, 15).astype(np.uint8)
+    levels = (blocks - minima.astype(np.float32)[..., None]) * _inverse(scales)[..., None]
+    q = np.rint(levels).clip(0, 15).astype(np.uint8)
     return _tiles(INT4_MIN, num_out, num_k, q[..., :16] | (q[..., 16:] << 4), scales, minima)
 
 

@@ -1,8 +1,8 @@
 """A linear layer over packed weights: y = x W^T + b, for any number of rows.
 
 `PackedLinear` is one or more packed weights side by side (q, k and v of a file may be of different types). The route is
-the kernel when numba is there, else torch with the same arithmetic (`torch_linear`, also the tests' reference). Both are
-row-independent: a row's bits are those it has alone, so choosing by row count never changes a token.
+the kernel when numba is there, else torch with the same formula (`torch_linear`, also the tests' reference). The kernel
+is row-independent: a row's bits are those it has alone, so choosing a variant by row count never changes a token.
 """
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PackedLinear:
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(q [M, K] float32 holding integers -127 .. 127, scale [M, K / 32]): the kernel's blocks of 32, rounded as there."""
+    """(q [M, K] float32 holding integers -127 .. 127, scale [M, K / 32]): blocks and rounding of the kernel."""
     blocks = x.view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     largest = blocks.abs().amax(-1)
     steps = torch.tensor(127.0)              # a tensor: `127.0 / x` would be a reciprocal and a product, rounded twice

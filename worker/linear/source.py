@@ -22,8 +22,7 @@ from ipc.errors import ConfigError
 from ipc.gguf import GGUFTensor, read_gguf
 from ipc.model_config import ModelConfig
 from worker.linear.formats import BLOCK, PackedWeight
-from worker.linear.pack import (GGUF_KINDS, pack_bfloat16, pack_float32, pack_gguf, quantize_int4, quantize_int8,
-                                unpack)
+from worker.linear.pack import pack_bfloat16, pack_float32, pack_gguf, quantize_int4, quantize_int8, unpack
 from worker.linear.route import PackedLinear
 from worker.models.checkpoint import Found, Slot, check_tensors
 from worker.models.flat_model import FlatModel
@@ -35,6 +34,7 @@ _FLOAT_TYPES = ("F32", "F16", "BF16")
 # 4 bits hurt the head more than any other tensor, and tied embeddings with it.
 _FINE_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 _CHUNK_ROWS = 4096
+_AS_STORED = {"keep": ("Q8_0", "Q4_0", "Q4_1"), "int4": ("Q8_0", "Q4_0", "Q4_1"), "int8": ("Q8_0",), "none": ()}
 
 
 class WeightSource(Protocol):
@@ -56,6 +56,10 @@ def pack_floats(weight: NDArray[np.float32], mode: str, name: str) -> PackedWeig
     return quantize_int4(weight) if mode == "int4" else pack_float32(weight)
 
 
+def _bias(name: str) -> str:
+    return name.removesuffix("weight") + "bias"
+
+
 class ModelSource:
     """The parameters of a FlatModel, which must stay loaded until the last call."""
 
@@ -70,7 +74,7 @@ class ModelSource:
     def linear(self, names: Sequence[str]) -> PackedLinear:
         weight = torch.cat([self._slots[name].target for name in names]) if len(names) > 1 \
             else self._slots[names[0]].target
-        biases = [self.vector(bias) for name in names if (bias := name[:-6] + "bias") in self._slots]
+        biases = [self.vector(_bias(name)) for name in names if _bias(name) in self._slots]
         bias = np.concatenate(biases) if biases else None
         if self.mode in ("none", "keep") and weight.dtype == torch.bfloat16:
             bits = weight.contiguous().view(torch.int16).numpy().view(np.uint16)
@@ -102,7 +106,8 @@ class GGUFSource:
         check_tensors(path, {name: Found(path, tensor.shape) for name, tensor in self._tensors.items()}, slots)
         for name, tensor in self._tensors.items():
             if tensor.ggml_type not in FORMATS:
-                raise ConfigError(f"{path}: tensor {name}: expected type {', '.join(FORMATS)}, found {tensor.ggml_type}")
+                raise ConfigError(f"{path}: tensor {name}: expected type {', '.join(FORMATS)}, "
+                                  f"found {tensor.ggml_type}")
         if tied:
             self._tensors["output.weight"] = self._tensors["token_embd.weight"]
         self._permuted = model.config.head_dim if model.gguf_permutes_qk else 0
@@ -111,7 +116,7 @@ class GGUFSource:
 
     def linear(self, names: Sequence[str]) -> PackedLinear:
         tensors = [self._tensors[gguf_name(name)] for name in names]
-        biases = [self.vector(bias) for name in names if gguf_name(bias := name[:-6] + "bias") in self._tensors]
+        biases = [self.vector(_bias(name)) for name in names if gguf_name(_bias(name)) in self._tensors]
         bias = np.concatenate(biases) if biases else None
         weights: list[PackedWeight] = []
         at = 0
@@ -125,8 +130,7 @@ class GGUFSource:
 
     def _pack(self, tensors: Sequence[GGUFTensor], name: str) -> PackedWeight:
         kind, num_k = tensors[0].ggml_type, tensors[0].shape[1]
-        as_stored = {"keep": tuple(GGUF_KINDS), "int8": ("Q8_0",), "int4": ("Q8_0", "Q4_0", "Q4_1"), "none": ()}[self.mode]
-        if kind in as_stored and num_k % BLOCK == 0:
+        if kind in _AS_STORED[self.mode] and num_k % BLOCK == 0:
             return pack_gguf(np.concatenate([self._rows(tensor) for tensor in tensors]), kind, num_k)
         mode = self.mode if self.mode != "keep" else "none" if kind in _FLOAT_TYPES else "int8"
         if kind == "BF16" and mode == "none":
@@ -135,7 +139,7 @@ class GGUFSource:
         return pack_floats(np.concatenate([self._floats(tensor) for tensor in tensors]), mode, name)
 
     def _rows(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
-        """The bytes of each row, in the order of the checkpoint (see gguf_loader: rotated heads are stored permuted)."""
+        """The bytes of each row, in the checkpoint's order (see gguf_loader: rotated heads are stored permuted)."""
         raw = np.frombuffer(self._data, np.uint8, tensor.nbytes, tensor.offset).reshape(tensor.shape[0], -1)
         if self._permuted and (".attn_q." in tensor.name or ".attn_k." in tensor.name):
             half = self._permuted // 2

@@ -12,7 +12,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ def make_weight(kind: int, num_out: int, num_k: int) -> PackedWeight:
     return quantize_int8(weight) if kind == INT8 else quantize_int4(weight)
 
 
-def best_ms(runs: dict[int, Callable[[], object]], repeats: int) -> dict[int, float]:
+def best_ms(runs: Mapping[int, Callable[[], object]], repeats: int) -> dict[int, float]:
     """Shortest time of each, taken in turns: another process on the machine only ever adds time."""
     times = {key: float("inf") for key in runs}
     for run in runs.values():
@@ -92,7 +92,8 @@ def measure(num_out: int, num_k: int, threads: int, repeats: int) -> tuple[dict[
         chosen = []
         for rows in (1, *CLASS_ROWS):
             x, out = torch.randn(rows, num_k), torch.empty(rows, layer.padded_out)
-            times = best_ms({variant: functools.partial(run, variant, x, out) for variant in table.variants(kind)}, repeats)
+            runs = {variant: functools.partial(run, variant, x, out) for variant in table.variants(kind)}
+            times = best_ms(runs, repeats)
             figures.setdefault(KIND_NAMES[kind], {})[rows] = times
             if rows > 1:
                 chosen.append(choose(times, table.variants(kind)[-1]))

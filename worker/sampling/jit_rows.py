@@ -24,6 +24,7 @@ BINS = 512
 FEW = 32                                        # sorted outright
 LOG2E = 1.4426950408889634
 SMALLEST_T = 1e-30                              # a float32 that may divide; below it only the maximum has any weight
+_MINUS_INF = np.float32(-np.inf)
 _F0, _F1 = np.float32(0.0), np.float32(1.0)
 _LOWEST = np.finfo(np.float32).min
 _ROUND = np.float32(12582912.0)                 # 1.5 * 2**23: adding it rounds to the nearest integer
@@ -320,20 +321,20 @@ def _uniform(seed, child, index):  # type: ignore[no-untyped-def]
 
 
 @_entry
-def greedy_rows(x, stride, width, begin, end, scratch, tokens, largest):  # type: ignore[no-untyped-def]
+def greedy_rows(x, stride, width, begin, end, scratch, tokens, bad, empty):  # type: ignore[no-untyped-def]
     """The arg-max of rows begin to end, as in sample_rows."""
     for r in range(begin, end):
         row = x[r * stride:r * stride + width]
         chunk, top = _scan(row, width, scratch)
-        largest[r] = top
-        tokens[r] = _first(row, width, chunk, top) if np.isfinite(top) else 0
+        bad[r], empty[r] = not np.isfinite(top), top == _MINUS_INF
+        tokens[r] = 0 if bad[r] else _first(row, width, chunk, top)
 
 
 @_entry
 def sample_rows(x, stride, width, begin, end, temperature, top_k, top_p, min_p, seed, child, index, scratch, histogram,
-                tokens, largest):  # type: ignore[no-untyped-def]
-    """tokens[r] and largest[r] for rows begin to end; row r is x[r * stride:][:width], float32. Temperature 0: the arg-max. A row whose
-    largest is not finite gets token 0. scratch float32 [>= 3 * V + 2 * CHUNK], histogram float64 [>= BINS + V / CHUNK + 1]."""
+                tokens, bad, empty):  # type: ignore[no-untyped-def]
+    """tokens[r], bad[r], empty[r] for rows begin to end; row r is x[r * stride:][:width], float32. Temperature 0: the arg-max. A row
+    whose largest is not finite is bad and gets token 0; if it is -inf, the row is empty. scratch float32 [>= 3 * V + 2 * CHUNK], histogram float64 [>= BINS + V / CHUNK + 1]."""
     num_chunks = (width + CHUNK - 1) // CHUNK
     chunk_max, tile = scratch[:num_chunks], scratch[num_chunks:num_chunks + CHUNK]
     found = scratch[num_chunks + CHUNK:num_chunks + CHUNK + width + 1]
@@ -342,9 +343,9 @@ def sample_rows(x, stride, width, begin, end, temperature, top_k, top_p, min_p, 
     for r in range(begin, end):
         row = x[r * stride:r * stride + width]
         chunk, top = _scan(row, width, chunk_max)
-        largest[r] = top
+        bad[r], empty[r] = not np.isfinite(top), top == _MINUS_INF
         tokens[r] = 0
-        if not np.isfinite(top):
+        if bad[r]:
             continue
         if temperature[r] <= 0.0:
             tokens[r] = _first(row, width, chunk, top)
@@ -447,7 +448,6 @@ def count_tokens(tokens, num_prompt, rows, slots, begin, end, counts, seen, num_
 
 
 _BIT = np.array([1 << i if i < 31 else -(1 << 31) for i in range(32)], np.int32)
-_MINUS_INF = np.float32(-np.inf)
 
 
 @_device

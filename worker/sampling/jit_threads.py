@@ -46,35 +46,35 @@ class RowKernels:
         self._pool: ThreadPoolExecutor | None = None
         self._pool_size = 0
 
-    def greedy(self, x: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    def greedy(self, x: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As sample, all temperatures 0."""
         count = len(x)
         flat, stride = _flat(x)
-        tokens, largest = np.empty(count, np.int64), np.empty(count, np.float32)
+        results = np.empty(count, np.int32), np.empty(count, bool), np.empty(count, bool)
         if count == 1:
-            self.kernels.greedy_rows(flat, stride, width, 0, 1, self._scratch(width)[0], tokens, largest)
-            return tokens, largest
+            self.kernels.greedy_rows(flat, stride, width, 0, 1, self._scratch(width)[0], *results)
+            return results
 
         def part(begin: int, end: int) -> None:
-            self.kernels.greedy_rows(flat, stride, width, begin, end, self._scratch(width)[0], tokens, largest)
+            self.kernels.greedy_rows(flat, stride, width, begin, end, self._scratch(width)[0], *results)
         self._run(part, count, width)
-        return tokens, largest
+        return results
 
     def sample(self, x: np.ndarray, width: int, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray,
                min_p: np.ndarray, seed: np.ndarray, child: np.ndarray, index: np.ndarray
-               ) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens int64 [L], largest float32 [L]) over the first `width` logits of each row; the noise is that of
+               ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens int32, bad, empty) [L] over the first `width` logits of each row, see SampleResult; the noise is that of
         ipc.counter_rng.uniform."""
         count = len(x)
         flat, stride = _flat(x)
-        tokens, largest = np.empty(count, np.int64), np.empty(count, np.float32)
+        results = np.empty(count, np.int32), np.empty(count, bool), np.empty(count, bool)
         columns = (_as(temperature, np.float32), _as(top_k, np.int64), _as(top_p, np.float32), _as(min_p, np.float32),
                    _as(seed, np.uint64), _as(child, np.int64), _as(index, np.int64))
 
         def part(begin: int, end: int) -> None:
-            self.kernels.sample_rows(flat, stride, width, begin, end, *columns, *self._scratch(width), tokens, largest)
+            self.kernels.sample_rows(flat, stride, width, begin, end, *columns, *self._scratch(width), *results)
         self._run(part, count, width)
-        return tokens, largest
+        return results
 
     def logprobs(self, x: np.ndarray, targets: np.ndarray, num_top: np.ndarray
                  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

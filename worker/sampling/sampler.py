@@ -93,13 +93,10 @@ class Sampler:
         width = logits.shape[1] if self.num_valid_tokens is None else min(self.num_valid_tokens, logits.shape[1])
         if self.kernels is not None and logits.device.type == "cpu":
             if params.temperature.any():
-                best, largest = self.kernels.sample(
+                return SampleResult(*self.kernels.sample(
                     logits.numpy(), width, params.temperature, params.top_k, params.top_p, params.min_p, params.seed,
-                    params.child, params.output_index)
-            else:
-                best, largest = self.kernels.greedy(logits.numpy(), width)
-            bad = ~np.isfinite(largest)
-            return SampleResult(best.astype(np.int32), bad, np.isneginf(largest) if bad.any() else bad)
+                    params.child, params.output_index))
+            return SampleResult(*self.kernels.greedy(logits.numpy(), width))
         return self._sample_with_torch(logits, width, params)
 
     @torch.inference_mode()

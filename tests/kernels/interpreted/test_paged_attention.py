@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -129,6 +130,16 @@ def test_pools_of_every_dtype_equal_their_dequantised_values(
     torch.testing.assert_close(out, expected, **(FLOAT32 if dtype == torch.float32 else HALF))
 
 
+@pytest.mark.parametrize("dim, pool", [(64, BF16), (128, BF16), (256, BF16), (128, INT8)])
+def test_the_tiles_of_a_hopper_gpu(dim: int, pool: torch.dtype) -> None:
+    """Decodes, drafts and a chunk with the table's own shapes; a step with drafts only has smaller tiles."""
+    for query_lens, seq_lens in (([1, 1], [70, 9]), ([5, 3], [60, 3]), ([1, 40], [70, 45])):
+        meta, cache = make_batch(query_lens, seq_lens, kv_heads=1, dim=dim, dtype=pool)
+        q = random_q(sum(query_lens), 4, dim, BF16)
+        out = get_backend("triton").forward(q, cache, meta)
+        torch.testing.assert_close(out, paged_attention_reference(q, cache, meta), **HALF)
+
+
 def test_narrow_pools_stay_close_to_exact_attention() -> None:
     """int8 and e4m3 with a scale per token and head: mean error of a unit-variance context."""
     for pool, limit in ((INT8, 0.004), (FP8, 0.012)):
@@ -197,16 +208,18 @@ def test_a_step_is_planned_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == 1 and torch.equal(first, kept)
 
 
-def test_many_rows_are_not_split_and_few_long_ones_are() -> None:
+def test_contexts_are_split_until_the_chip_is_full() -> None:
     def plan(query_lens: list[int], seq_lens: list[int]) -> LaunchPlan:
         meta, _ = make_batch(query_lens, [min(n, 64) for n in seq_lens])
-        meta.max_seq_len = max(seq_lens)
-        tile = configs.attention_config(4 * max(query_lens), 128, 2, 2, 90)
+        meta.max_seq_len, meta.seq_lens_cpu = max(seq_lens), np.array(seq_lens, np.int32)
+        tile = configs.attention_config(max(query_lens), 4, 128, 2, 2, 90)
         return triton_paged.plan_launch(meta, sum(query_lens), 4, 8, 128, tile, 132)
 
-    assert plan([1] * 64, [8192] * 64).kind == NO_SPLIT
+    many = plan([1] * 64, [8192] * 64)
+    assert (many.kind, many.num_splits, many.part_rows) == (SPLIT_TILES, 8, 4)
+    assert plan([1] * 256, [300] * 256).kind == plan([4096], [4096]).kind == NO_SPLIT
     one = plan([1], [32768])
-    assert (one.kind, one.num_splits) == (SPLIT_TILES, 32)
+    assert (one.kind, one.num_splits) == (SPLIT_TILES, 64)
     mixed = plan([300] * 10 + [1], [300] * 10 + [32768])
     assert (mixed.kind, mixed.num_splits, mixed.num_parts, mixed.max_split_queries) == (SPLIT_SHORT_REQUESTS, 16, 11, 4)
     assert plan([1], [100]).kind == NO_SPLIT
@@ -221,7 +234,7 @@ def test_warming_up_launches_every_variant_and_leaves_the_pool_alone() -> None:
 
 def test_too_many_query_heads_per_kv_head_are_refused_by_number() -> None:
     meta, cache = make_batch([1], [5], kv_heads=1)
-    with pytest.raises(ValueError, match="one KV head serves 130 query heads; .* at most 128"):
+    with pytest.raises(ValueError, match="one KV head serves 130 query heads; .* at most 32"):
         get_backend("triton").forward(random_q(1, 130, 16), cache, meta)
 
 

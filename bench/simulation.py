@@ -12,6 +12,7 @@ import dataclasses
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from bench.sim_worker import SimRow, SimWorker, expected_outputs
@@ -51,6 +52,7 @@ class Options:
     fault_rate: float = 0.0                     # a step raises; the worker may have written garbage by then
     nan_rate: float = 0.0                       # a sampled row's values are not finite
     loss_rate: float = 0.0                      # the worker and its pool are gone
+    restart_rate: float = 0.0                   # the core ends; a new one is told every live request again
     late_rate: float = 0.0                      # an old or unknown result arrives again
     abort_rate: float = 0.02
     reset_rate: float = 0.01
@@ -74,6 +76,7 @@ class Statistics:
     num_failed: int = 0
     num_bad_rows: int = 0
     num_lost: int = 0
+    num_restarts: int = 0
     num_late: int = 0
     num_aborted: int = 0
     num_hit_tokens: int = 0
@@ -190,7 +193,7 @@ class Simulation:
         self.ready = WorkerReady(self.num_blocks, num_host, self.max_model_len, VOCAB, [EOS], "float32", "simulated",
                                  swap_block_ns=rng.choice([0, 1_000, 1_000_000]))
         self.core = EngineCore(scheduler, cache, self.ready, b"k" * 32)
-        self.config = scheduler
+        self.config, self.cache = scheduler, cache
         self.worker = self.make_worker()
         self.in_flight: collections.deque[tuple[SchedulerOutput, list[int]]] = collections.deque()
         self.old_results: list[ModelRunnerOutput] = []
@@ -218,7 +221,8 @@ class Simulation:
             raise SimulationError(f"seed {self.seed} with {self.options}: {type(error).__name__}: {error}") from error
         stats = self.core.scheduler.stats
         mine = self.statistics
-        mine.num_requests, mine.num_preemptions = len(self.sent), stats.num_preemptions
+        mine.num_requests = len(self.sent)
+        mine.num_preemptions += stats.num_preemptions
         mine.num_swapped_blocks, mine.num_hit_tokens = stats.num_swapped_out_blocks, stats.num_hit_tokens
         mine.num_checked_slots += self.worker.num_checked_slots
         return mine
@@ -252,6 +256,8 @@ class Simulation:
             self._abort(rng.choice(list(self.sent)))
         if rng.random() < options.loss_rate:
             self._lose_worker()
+        if rng.random() < options.restart_rate:
+            self._restart_core()
         if self.in_flight:
             self._step(*self.in_flight.popleft())
         self._take_outputs()
@@ -344,6 +350,27 @@ class Simulation:
         self.worker = self.make_worker()
         self.in_flight.clear()
         self.core.worker_lost()
+
+    def _restart_core(self) -> None:
+        """The core ends with whatever it had not told. Its successor shares the worker, whose rows are dropped and whose
+        pool means nothing to it, and is told every live request as prompt + tokens received."""
+        old = self.core
+        self.statistics.num_restarts += 1
+        self.statistics.num_preemptions += old.scheduler.stats.num_preemptions
+        self.core = EngineCore(old.config, self.cache, self.ready, b"k" * 32)
+        self.worker.rows.clear()
+        self.worker.needs_reset = False
+        self.in_flight.clear()
+        self.old_results.clear()
+        for request_id, sent in self.sent.items():
+            if sent.end is not None or sent.is_gone:
+                continue
+            if sent.is_aborted:                 # nobody waits for it any more
+                sent.end = Finished(request_id, FINISH_ABORT)
+                continue
+            self.core.handle(request_id >> 40, over_the_wire(msgspec.structs.replace(
+                sent.message, request_id=request_id, choice=sent.message.choice + request_id - sent.message.request_id,
+                num_choices=1, output_token_ids=pack(sent.tokens), is_replay=True)))
 
     # ------------------------------------------------------------ what the frontends see
 

@@ -1,0 +1,157 @@
+"""The two products of attention over the pool's layout: queries times transposed keys, weights times values.
+
+Each for 1, 2, 3 or 6 rows at once, and for pools of float32 and bfloat16; one chain of multiply-adds per result, so the
+number of rows changes no bit. Knows addresses, not requests (attend.py).
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+
+from worker.jit import step as st
+from worker.jit.vector import (F32, I64, VF, constant, device, fma, make, offset, prefetch, read, read_bf16, spread,
+                               write)
+
+CHUNK = 64                                  # keys of one call: four groups of 16
+# Fields of a group: addresses of its keys and values, how many of them exist, keys of the group 64 further on.
+GROUP_K, GROUP_V, GROUP_COUNT, GROUP_NEXT_K, GROUP_FIELDS = range(5)
+FEW_ROWS = 3                                # up to so many rows a kernel fetches ahead
+
+
+def _read_pool(b: Any, kind: int, address: Any) -> Any:
+    return read(b, address, VF, 4) if kind == st.POOL_F32 else read_bf16(b, address)
+
+
+def make_scores(kind: int, rows: int) -> Any:
+    """scores(q, ld_q, dim, groups, ld_k, out, ld_out): rows of q [dim] times four groups of 16 keys, each a column of
+    vectors ld_k bytes apart -> out [rows, 64]. groups: four records of GROUP_FIELDS.
+
+    With few rows memory is what counts, and a block is too short for the hardware to see a stream: the next four groups
+    are asked for meanwhile.
+    """
+    def generate(b: Any, q: Any, ld_q: Any, dim: Any, groups: Any, ld_k: Any, out: Any, ld_out: Any) -> None:
+        cells = [[cgutils.alloca_once(b, VF) for _ in range(4)] for _ in range(rows)]
+        for row in cells:
+            for cell in row:
+                b.store(constant(VF, 0.0), cell)
+        q_rows = [b.add(q, b.mul(ld_q, constant(I64, m))) for m in range(rows)]
+        here = [read(b, offset(b, groups, 8 * (GROUP_FIELDS * g + GROUP_K)), I64, 8) for g in range(4)]
+        ahead = [read(b, offset(b, groups, 8 * (GROUP_FIELDS * g + GROUP_NEXT_K)), I64, 8) for g in range(4)]
+        with cgutils.for_range(b, dim, intp=I64) as loop:
+            at_k, at_q = b.mul(loop.index, ld_k), b.mul(loop.index, constant(I64, 4))
+            keys = [_read_pool(b, kind, b.add(group, at_k)) for group in here]
+            if rows <= FEW_ROWS:
+                for group in ahead:
+                    prefetch(b, b.add(group, at_k))
+            for m in range(rows):
+                value = spread(b, read(b, b.add(q_rows[m], at_q), F32, 4), VF)
+                for g in range(4):
+                    b.store(fma(b, keys[g], value, b.load(cells[m][g])), cells[m][g])
+        for m in range(rows):
+            for g in range(4):
+                write(b, offset(b, b.add(out, b.mul(ld_out, constant(I64, m))), 64 * g), b.load(cells[m][g]), 4)
+    return make(types.void, (types.intp,) * 7, generate)
+
+
+def make_values(kind: int, rows: int, vectors: int) -> Any:
+    """values(p, ld_p, v, next_v, ld_v, count, acc, ld_acc): acc[row] += sum over count keys of p[row, key] * v[key],
+    for `vectors` vectors of dimensions. next_v: values that are wanted soon."""
+    def generate(b: Any, p: Any, ld_p: Any, v: Any, next_v: Any, ld_v: Any, count: Any, acc: Any,
+                 ld_acc: Any) -> None:
+        rows_at = [b.add(acc, b.mul(ld_acc, constant(I64, m))) for m in range(rows)]
+        cells = [[cgutils.alloca_once(b, VF) for _ in range(vectors)] for _ in range(rows)]
+        for m in range(rows):
+            for i in range(vectors):
+                b.store(read(b, offset(b, rows_at[m], 64 * i), VF, 4), cells[m][i])
+        size = 64 if kind == st.POOL_F32 else 32
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            at_v, at_p = b.mul(loop.index, ld_v), b.mul(loop.index, constant(I64, 4))
+            parts = [_read_pool(b, kind, offset(b, b.add(v, at_v), size * i)) for i in range(vectors)]
+            if rows <= FEW_ROWS:
+                for i in range(0, size * vectors, 64):
+                    prefetch(b, offset(b, b.add(next_v, at_v), i))
+            for m in range(rows):
+                weight = spread(b, read(b, b.add(b.add(p, b.mul(ld_p, constant(I64, m))), at_p), F32, 4), VF)
+                for i in range(vectors):
+                    b.store(fma(b, parts[i], weight, b.load(cells[m][i])), cells[m][i])
+        for m in range(rows):
+            for i in range(vectors):
+                write(b, offset(b, rows_at[m], 64 * i), b.load(cells[m][i]), 4)
+    return make(types.void, (types.intp,) * 8, generate)
+
+
+_sf1, _sf2, _sf3, _sf6 = (make_scores(st.POOL_F32, rows) for rows in (1, 2, 3, 6))
+_sb1, _sb2, _sb3, _sb6 = (make_scores(st.POOL_BF16, rows) for rows in (1, 2, 3, 6))
+_vf1, _vf2, _vf3, _vf6 = (make_values(st.POOL_F32, rows, 4) for rows in (1, 2, 3, 6))
+_vb1, _vb2, _vb3, _vb6 = (make_values(st.POOL_BF16, rows, 4) for rows in (1, 2, 3, 6))
+_vf1s, _vb1s = make_values(st.POOL_F32, 1, 1), make_values(st.POOL_BF16, 1, 1)
+
+
+@device
+def scores_rows(kind, rows, q, ld_q, dim, groups, ld_k, out):  # type: ignore[no-untyped-def]
+    m, ldo = 0, CHUNK * 4
+    while m < rows:
+        left = rows - m
+        n = 6 if left >= 6 else 3 if left >= 3 else left
+        at, to = q + m * ld_q, out + m * ldo
+        if kind == st.POOL_F32:
+            if n == 6:
+                _sf6(at, ld_q, dim, groups, ld_k, to, ldo)
+            elif n == 3:
+                _sf3(at, ld_q, dim, groups, ld_k, to, ldo)
+            elif n == 2:
+                _sf2(at, ld_q, dim, groups, ld_k, to, ldo)
+            else:
+                _sf1(at, ld_q, dim, groups, ld_k, to, ldo)
+        elif n == 6:
+            _sb6(at, ld_q, dim, groups, ld_k, to, ldo)
+        elif n == 3:
+            _sb3(at, ld_q, dim, groups, ld_k, to, ldo)
+        elif n == 2:
+            _sb2(at, ld_q, dim, groups, ld_k, to, ldo)
+        else:
+            _sb1(at, ld_q, dim, groups, ld_k, to, ldo)
+        m += n
+
+
+@device
+def values_rows(kind, rows, p, v, next_v, dim, count, acc, ld_acc):  # type: ignore[no-untyped-def]
+    """dim here is D', a multiple of 16."""
+    ldp = CHUNK * 4
+    ld_v = dim * 4 if kind == st.POOL_F32 else dim * 2
+    column = 0
+    while column < dim:
+        wide = dim - column >= 64
+        skip = column * 4 if kind == st.POOL_F32 else column * 2
+        at_v, soon = v + skip, next_v + skip
+        m = 0
+        while m < rows:
+            left = rows - m
+            n = 1 if not wide else 6 if left >= 6 else 3 if left >= 3 else left
+            at, to = p + m * ldp, acc + m * ld_acc + column * 4
+            if not wide:
+                if kind == st.POOL_F32:
+                    _vf1s(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                else:
+                    _vb1s(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+            elif kind == st.POOL_F32:
+                if n == 6:
+                    _vf6(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                elif n == 3:
+                    _vf3(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                elif n == 2:
+                    _vf2(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                else:
+                    _vf1(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+            elif n == 6:
+                _vb6(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+            elif n == 3:
+                _vb3(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+            elif n == 2:
+                _vb2(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+            else:
+                _vb1(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+            m += n
+        column += 64 if wide else 16
