@@ -178,7 +178,6 @@ BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 QUICK: dict[str, tuple[Case, bool]] = {
     "decode 128": (attention_case(*DECODE, dim=128), True),
     "chunk 128": (attention_case(*CHUNK, dim=128), True),
-    "chunk 64": (attention_case(*CHUNK, dim=64), True),
     "decode 128 fp8": (attention_case(*DECODE, dim=128, pool=FP8), True),
     "chunk 128 int8": (attention_case(*CHUNK, dim=128, pool=INT8), True),
     "rotate 128 norm": (rotate_case(dim=128, norm=True, pool=BF16), False),
@@ -186,11 +185,14 @@ QUICK: dict[str, tuple[Case, bool]] = {
     "rows": (row_case(BF16), False),
 }
 REST: dict[str, tuple[Case, bool]] = {
+    "chunk 64": (attention_case(*CHUNK, dim=64), True),
     "decode 64": (attention_case(*DECODE, dim=64), True),
     "decode 256": (attention_case(*DECODE, dim=256), True),
     "chunk 256": (attention_case(*CHUNK, dim=256), True),
     "decode 96": (attention_case(*DECODE, dim=96), True),
     "chunk 80": (attention_case(*CHUNK, dim=80), True),
+    "chunk 96": (attention_case(*CHUNK, dim=96), True),
+    "chunk 192": (attention_case(*CHUNK, dim=192), True),
     "decode 128 many rows": (attention_case(*MANY, dim=128), True),
     "decode 128 block 64": (attention_case(*DECODE, dim=128, block_size=64), True),
     "chunk 128 block 64": (attention_case(*CHUNK, dim=128, block_size=64), True),

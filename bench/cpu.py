@@ -105,10 +105,9 @@ class Bench:
         """Milliseconds of each kind of operation in such a step, run on its own, and of the head."""
         whole = self.step(rows, context, tokens)    # kept: the step record points into its tensors
         whole()
-        model, result = self.model, {}
+        model, step, result = self.model, self.model.workspace.step, {}
         for name, codes in STAGES.items():
             part = model.operations(codes)
-            step = model.workspace.step
             result[name] = 1e3 * best_s(lambda part=part: model.team.run(part.ctypes.data, len(part), step), repeats)
         hidden = torch.randn(rows, model.config.hidden_size)
         result["head"] = 1e3 * best_s(lambda: model.compute_logits(hidden), repeats)

@@ -8,6 +8,7 @@ bytes with the same number of threads (for one row: out of the cache). Prints a 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -143,19 +144,19 @@ def measure(rows: int, threads: int, repeats: int) -> dict[str, Any]:
         if name in special:
             ours, plain = special[name](logits, draw)
         else:
-            params = columns(rows, **values)
-            ours = lambda logits=logits, params=params: sampler.sample(logits, params)  # type: ignore[misc]
-            plain = lambda logits=logits, values=values: torch_sample(logits, values)  # type: ignore[misc]
-        calls = {"floor": reader, "ours": ours}
+            ours = functools.partial(sampler.sample, logits, columns(rows, **values))
+            plain = functools.partial(torch_sample, logits, values)
+        calls: dict[str, Callable[[], object]] = {"floor": reader, "ours": ours}
         found = timed(calls, repeats)
         found |= timed({"torch": plain}, max(3, repeats // 5))
         results[name] = {f"{key}_us": round(1e6 * value, 1) for key, value in found.items()}
         results[name]["times_floor"] = round(found["ours"] / found["floor"], 2)
         results[name]["times_faster_than_torch"] = round(found["torch"] / found["ours"], 2)
         limit = LIMITS.get(name)
-        note = "" if limit is None else f"   limit {limit}: {'met' if results[name]['times_floor'] <= limit else 'MISSED'}"
-        print(f"{rows:4} rows  {name:14} floor {results[name]['floor_us']:9.1f} us  ours {results[name]['ours_us']:9.1f} us "
-              f"({results[name]['times_floor']:6.2f} x)  torch {results[name]['torch_us']:11.1f} us{note}", flush=True)
+        row = results[name]
+        note = "" if limit is None else f"   limit {limit}: {'met' if row['times_floor'] <= limit else 'MISSED'}"
+        print(f"{rows:4} rows  {name:14} floor {row['floor_us']:9.1f} us  ours {row['ours_us']:9.1f} us "
+              f"({row['times_floor']:6.2f} x)  torch {row['torch_us']:11.1f} us{note}", flush=True)
     results["grammar mask"]["times_greedy"] = round(
         results["grammar mask"]["ours_us"] / results["greedy"]["ours_us"], 2)
     return results

@@ -1,6 +1,6 @@
 """`bench seed`: sixteen requests with a shared system prompt, on this engine and on a fixed-slot baseline.
 
-Three engines, the same weights (random, the same seed), the same greedy tokens: the baseline of slot_engine.py in this
+Three engines, the same weights (random, the same seed), the same linear kernels, the same greedy tokens: the baseline of slot_engine.py in this
 process, then this engine's three processes with an ample pool and with 24 blocks. Each repeat runs all three in turn, with
 an empty prefix cache; figures are medians, and the ratios are what counts. Prints one JSON line per engine.
 """
@@ -51,7 +51,7 @@ async def run_once(llm: AsyncLLM, workload: Workload) -> tuple[list[list[int]], 
 
 async def measure(args: argparse.Namespace) -> int:
     workload = seed_workload(args.requests, args.seed)
-    baseline = SlotEngine(load_seed_model(args.seed))
+    baseline = SlotEngine(load_seed_model(args.seed, compiled_linears=args.attention_backend in ("auto", "jit")))
     runs: dict[str, list[dict[str, Any]]] = {"slots": [], **{name: [] for name in POOLS}}
     engines: dict[str, AsyncLLM] = {}
     with tempfile.TemporaryDirectory() as folder:

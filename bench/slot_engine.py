@@ -27,7 +27,11 @@ from bench.seed_workload import SEED_MODEL_CONFIG, seed_workload
 from bench.stats import median, print_json
 from ipc.model_config import from_hf_config
 from ipc.model_source import ModelFiles
+from worker.jit import features
+from worker.linear.pack import pack_float32
+from worker.linear.route import PackedLinear
 from worker.models.flat_model import FlatModel
+from worker.models.layers import Linear
 from worker.models.loader import load_model
 
 DECODE_CONTEXT = 256  # tokens at which the baseline's decode is compared with the bare model's
@@ -266,10 +270,32 @@ def measure_slot_decode(model: FlatModel, batch: int, context: int, num_steps: i
     return num_tokens / elapsed
 
 
-def load_seed_model(seed: int = 0) -> FlatModel:
-    """The test model of `bench seed` with random weights: the same for the same seed."""
+def load_seed_model(seed: int = 0, compiled_linears: bool = False) -> FlatModel:
+    """The test model of `bench seed` with random weights: the same for the same seed.
+
+    compiled_linears: its linear layers are the worker's compiled float32 kernels, so that a comparison with the engine on
+    such a machine compares engines and not matmuls.
+    """
     config = from_hf_config(SEED_MODEL_CONFIG, "bench seed model")
-    return load_model(ModelFiles("dummy", "", config, "bench-seed"), dtype="float32", device="cpu", seed=seed)
+    model = load_model(ModelFiles("dummy", "", config, "bench-seed"), dtype="float32", device="cpu", seed=seed)
+    if compiled_linears and features.missing() is None:
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, Linear):
+                    setattr(module, name, CompiledLinear(child))
+    return model
+
+
+class CompiledLinear(torch.nn.Module):
+    """A Linear whose product is done by the worker's compiled kernel."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.packed = PackedLinear([pack_float32(linear.weight.detach().numpy())])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, K] float32 -> [M, N]."""
+        return self.packed(x.contiguous())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -147,7 +147,7 @@ class EngineClient:
     # ------------------------------------------------------------ what arrives
 
     def _on_message(self, header: Header, message: Any) -> None:
-        """Called by the loop, where an exception would only be logged: a fault of ours must not leave anyone waiting."""
+        """Called by the loop, which would only log an exception: a fault of ours must not leave anyone waiting."""
         self.last_heard = time.monotonic()
         if header.epoch != self.core.epoch:
             return                              # of a core that is gone
@@ -200,7 +200,8 @@ class EngineClient:
                 if choice is None or choice.finish_reason is not None:
                     continue                    # aborted, or past a stop string: never text, never usage
                 if number != len(choice.token_ids):
-                    choice.stream.fail(RequestFailedError(f"token {number} arrived where {len(choice.token_ids)} was due"))
+                    choice.stream.fail(RequestFailedError(
+                        f"token {number} arrived where {len(choice.token_ids)} was due"))
                     continue
                 if choice.receive(token, i in stop_at):
                     unwanted.append(choice)

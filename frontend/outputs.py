@@ -61,7 +61,8 @@ class RequestOutput:
     usage_prompt_tokens: int = 0
     usage_completion_tokens: int = 0            # over all choices; tokens past a stop string are not counted
     metrics: RequestMetrics | None = None
-    prompt_logprobs: list[Logprobs | None] | None = None    # when asked for; of the first token None; deltas: in the first
+    # When asked for; of the first token None. With output_kind "delta" in the first piece only.
+    prompt_logprobs: list[Logprobs | None] | None = None
 
 
 @dataclasses.dataclass(slots=True)

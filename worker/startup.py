@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from worker.sampling.step import PROMPT_SLICE
 from worker.sampling.vocabulary import num_valid_tokens
 
 if TYPE_CHECKING:
-    from worker.jit.model import JitModel
     from worker.main import Starting
 
 logger = logging.getLogger("worker")
@@ -105,7 +104,7 @@ def build_runner(config: WorkerProcess, starting: Starting,
 
     starting.begin("load weights")
     between()
-    model: FlatModel | JitModel
+    model: Any                                  # FlatModel, or JitModel, which has its interface
     try:
         if choice is None:
             model = load_model(config.model.files, dtype=dtype_name, device=device, seed=config.model.seed,
@@ -138,7 +137,7 @@ def build_runner(config: WorkerProcess, starting: Starting,
     cache, size = config.cache, config.cache.block_size
     seats = min(config.max_num_seqs, config.max_num_batched_tokens)
     kv_spec = model.kv_spec()
-    block_bytes = kv_bytes_per_block(*kv_spec, size, dtype) if choice is None else build.block_bytes(kv_spec, size, dtype)
+    block_bytes = build.block_bytes(kv_spec, size, dtype) if choice else kv_bytes_per_block(*kv_spec, size, dtype)
     useful = seats * -(-max_model_len // size)
     if cache.num_gpu_blocks_override is not None:
         num_blocks, text = cache.num_gpu_blocks_override, f"{cache.num_gpu_blocks_override} blocks, as asked"

@@ -1,7 +1,7 @@
 """POST /v1/embeddings: a text, texts, token ids or lists of them; for each a vector of length 1.
 
-The vector is the hidden state of the last token (or the mean of all, `pooling`: "mean"), computed in the same batches as
-everything else. Knows no models: whether its hidden states are any use as embeddings is the caller's choice.
+The vector is the hidden state of the last token (or the mean of all, `pooling`: "mean"), computed in the same batches
+as everything else. Knows no models: whether its hidden states are any use as embeddings is the caller's choice.
 """
 from __future__ import annotations
 

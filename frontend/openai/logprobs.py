@@ -1,8 +1,8 @@
 """Log-probabilities in OpenAI's two shapes, and `echo`, which puts the prompt in front of a completion.
 
-A chat answer lists tokens with their bytes: joined, these are the bytes of the text. A completion lists columns: tokens,
-values, alternatives, and where each token begins in the text. Values have a finite floor, because JSON has no infinity.
-Knows no engine and no stream.
+A chat answer lists tokens with their bytes: joined, these are the bytes of the text. A completion lists columns:
+tokens, values, alternatives, and where each token begins in the text. Values have a finite floor, because JSON has no
+infinity. Knows no engine and no stream.
 """
 from __future__ import annotations
 
@@ -58,17 +58,18 @@ class ChoiceLogprobs:
         self._offset = 0
         self._tail = b""                        # of an unfinished character
 
-    def chat(self, tokens: list[int], entries: Sequence[Logprobs | None], stop_token: int | None = None) -> ChatLogprobs:
+    def chat(self, tokens: list[int], entries: Sequence[Logprobs | None],
+             stop_token: int | None = None) -> ChatLogprobs:
         """stop_token: the last of `tokens`, if it ended the answer as a token and is no text of it."""
         content = []
         for index, (token, entry) in enumerate(zip(tokens, entries)):
             found = entry or {}
             is_end = stop_token is not None and token == stop_token and index == len(tokens) - 1
             data = b"" if is_end else self._shown(token)
-            top = sorted((item for item in found.items() if item[1].rank <= self._num_top), key=_by_rank)[:self._num_top]
+            top = sorted((item for item in found.items() if item[1].rank <= self._num_top), key=_by_rank)
             content.append(TokenLogprob(self._name(token), _value(found[token]), list(data), [
                 TopLogprob(self._name(other), _value(logprob), list(self._tokenizer.token_bytes(other)))
-                for other, logprob in top]))
+                for other, logprob in top[:self._num_top]]))
         return ChatLogprobs(content)
 
     def completion(self, tokens: list[int], entries: Sequence[Logprobs | None]) -> CompletionLogprobs:

@@ -2,8 +2,8 @@
 chunks, in a pool that forces preemption, among other requests. Each request gets what it gets alone: tokens,
 log-probabilities, prompt log-probabilities and vectors.
 
-With the tiny Llama numbers may differ in their last bits, because a matrix product depends on the rows beside it; with a
-model that looks its hidden states up in a table, everything is equal bit for bit.
+With the tiny Llama numbers may differ in their last bits, because a matrix product depends on the rows beside it; with
+a model that looks its hidden states up in a table, everything is equal bit for bit.
 """
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class ExtrasEngine(RealEngine):
             for news in getattr(outputs, kind):
                 key = kind, news.position
                 assert key not in self.extras[news.request_id], "each position once"
-                self.extras[news.request_id][key] = (news.rank, *unpack(news.token_ids), *unpack(news.values, np.float32))
+                values = unpack(news.values, np.float32)
+                self.extras[news.request_id][key] = (news.rank, *unpack(news.token_ids), *values)
         for news in outputs.pooled:
             self.extras[news.request_id]["pooled", 0] = tuple(unpack(news.vector, np.float32))
 
@@ -98,7 +99,7 @@ class ExtrasEngine(RealEngine):
 def requests() -> dict[int, tuple[list[int], dict[str, Any]]]:
     """One of each feature, some with a common beginning; with other seeds and lengths."""
     found = {}
-    for number, (name, params) in enumerate(FEATURES.items(), 1):
+    for number, params in enumerate(FEATURES.values(), 1):
         prompt = [*SHARED, number] if number % 3 else [(7 * number + 3 * i) % VOCAB for i in range(5 + number % 7)]
         found[number] = prompt, {"max_tokens": 6 + number % 5, "seed": number, **params}
     return found
@@ -132,7 +133,8 @@ def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...], exact: bool, 
 @pytest.mark.parametrize("exact", [True, False], ids=["table", "llama"])
 @pytest.mark.parametrize("is_async, preemption, caching", MODES)
 def test_every_parameter_gives_in_every_mode_what_it_gives_alone(is_async, preemption, caching, exact):
-    engine = ExtrasEngine(exact=exact, num_blocks=14, num_host_blocks=40, preemption_mode=preemption, async_scheduling=is_async,
+    engine = ExtrasEngine(exact=exact, num_blocks=14, num_host_blocks=40, preemption_mode=preemption,
+                          async_scheduling=is_async,
                           caching=caching, max_num_batched_tokens=13, long_prefill_token_threshold=4, max_num_seqs=6)
     for request_id, (prompt, params) in requests().items():
         engine.add(request_id, prompt, **params)
@@ -156,7 +158,8 @@ def test_chunks_of_any_size_tell_each_prompt_position_once(chunk):
         engine.add(request_id, prompt, **params)
         engine.run()
         assert collect(engine, request_id) == alone()[15]
-    assert sorted(position for kind, position in engine.extras[115] if kind == "prompt_logprobs") == list(range(1, len(prompt)))
+    told = sorted(position for kind, position in engine.extras[115] if kind == "prompt_logprobs")
+    assert told == list(range(1, len(prompt)))
     assert engine.stats.num_hit_tokens == 0
 
 

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-# Registers a thread: more than 168 of 128 threads, or 128 of 256, leave room for two programs on a multiprocessor only.
+# Registers a thread. A multiprocessor has 65536: programs of 128 threads fit three times at 168, those of 256 once at 255.
 MAX_REGISTERS = {
     "paged_attention": 255,
     "combine_splits": 128,
@@ -77,7 +77,7 @@ def test_chunks_use_the_chips_own_matrix_instructions(rows: list[dict[str, Any]]
     """mma on Ampere, warpgroup mma on Hopper, tensor-memory mma on Blackwell; keys arrive by asynchronous copies."""
     kinds = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
     chunks = [row for row in rows if row["kernel"] == "paged_attention" and row["case"].startswith("chunk")]
-    assert len(chunks) == 9
+    assert len(chunks) == 6
     for row in chunks:
         assert row.get(kinds[row["capability"]]), row
         assert row.get("LDGSTS"), row

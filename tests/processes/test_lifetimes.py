@@ -175,7 +175,7 @@ def open_stream(server: ServerProcess) -> tuple[http.client.HTTPConnection, http
     return connection, response
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "worker", "engine_core", "frontend"])
+@pytest.mark.parametrize("victim", ["supervisor", "engine_core", "frontend"])
 def test_kill_9_ends_a_server_with_a_reason_and_its_streams_with_an_error(victim: str, tiny_model: str,
                                                                           temp: str) -> None:
     server = ServerProcess(tiny_model, temp, "--no-restart", *FLAGS).wait_ready()
@@ -193,9 +193,8 @@ def test_kill_9_ends_a_server_with_a_reason_and_its_streams_with_an_error(victim
         status = server.wait()
         assert_nothing_left(temp, killed + GONE_S - time.monotonic())
         assert '"finish_reason":"' not in rest
-        name = "worker 0" if victim == "worker" else victim
-        reason = f"{name} (pid {server.pids[victim]}) ended with signal SIGKILL"
-        if victim in ("worker", "engine_core"):
+        reason = f"{victim} (pid {server.pids[victim]}) ended with signal SIGKILL"
+        if victim == "engine_core":
             assert f'{{"error":{{"message":"{reason}"' in rest and '"code":503' in rest, rest
         assert status == (-signal.SIGKILL if victim == "supervisor" else 3)
         bind_listener("127.0.0.1", server.port).close()     # the port is free for the next start

@@ -4,6 +4,7 @@ random combinations, compiled and not; rows that did not ask are unchanged bit f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,12 @@ class Rows:
         self.steps = 0
         self.add(requests)
 
-    def add(self, requests: list[tuple[list[int], int, dict[str, Any]]], moves: list[int] = []) -> None:
+    def add(self, requests: list[tuple[list[int], int, dict[str, Any]]], moves: Sequence[int] = ()) -> None:
         """(tokens, of which the prompt, parameters): all computed but the last."""
         new = [NewRow(100 + self.steps * 64 + i, len(tokens), prompt, len(tokens) - 1, 13, SamplingParams(
             **{"seed": i, "max_tokens": 100, **params})) for i, (tokens, prompt, params) in enumerate(requests)]
         gone = len(moves) // 2
-        plan = SchedulerOutput(1, self.state.n - gone + len(new), new=new, moves=pack(moves),
+        plan = SchedulerOutput(1, self.state.n - gone + len(new), new=new, moves=pack(list(moves)),
                                new_tokens=pack([t for tokens, _, _ in requests for t in tokens]),
                                new_blocks=pack([0] * 13 * len(new)))
         self.state.apply(plan)
@@ -301,7 +302,7 @@ def test_failures_stay_with_their_rows() -> None:
     requests: list[dict[str, Any]] = [dict(logits_processors=["broken"]), dict(logits_processors=["unknown"]), dict(
         allowed_token_ids=[5], bad_words_token_ids=[[5]]), dict(logprobs=2), dict(logprobs=2)]
     result = Rows([([1], 1, values) for values in requests]).step(x)
-    assert [(f.row, f.error_code) for f in sorted(result.failed, key=lambda f: f.row)] == [(0, FAULT), (1, INVALID), (2, INVALID)]
+    assert sorted((f.row, f.error_code) for f in result.failed) == [(0, FAULT), (1, INVALID), (2, INVALID)]
     assert result.bad_rows.tolist() == [3]
     assert result.tokens[:4].tolist() == [-1] * 4 and result.tokens[4] >= 0
     assert [news.row for news in result.logprobs] == [4]

@@ -18,7 +18,7 @@ from torch import Tensor
 from worker.attention.base import BatchMeta
 from worker.kernels import configs
 from worker.kernels.combine_splits import combine_splits_kernel
-from worker.kernels.configs import TileConfig, attention_config
+from worker.kernels.configs import TileConfig, attention_config, padded_dim
 from worker.kernels.interpreter import install_if_interpreted
 from worker.kernels.kv_quant import is_quantized
 from worker.kernels.kv_write import kv_write
@@ -114,7 +114,7 @@ class TritonBackend:
         return len(launches)
 
     def _tile(self, max_query_len: int, q: Tensor, pool: Tensor) -> TileConfig:
-        return attention_config(max_query_len, q.shape[1] // pool.shape[2], padded_dim(q.shape[2]), q.dtype.itemsize,
+        return attention_config(max_query_len, q.shape[1] // pool.shape[2], q.shape[2], q.dtype.itemsize,
                                 pool.dtype.itemsize, self._device(q.device).capability)
 
     def _plan(self, meta: BatchMeta, q: Tensor, pool: Tensor) -> LaunchPlan:
@@ -143,11 +143,6 @@ class TritonBackend:
                 found = Device(INTERPRETED_CAPABILITY, INTERPRETED_PROCESSORS)
             self._devices[device] = found
         return found
-
-
-def padded_dim(dim: int) -> int:
-    """Width of a tile: a power of two that tl.dot takes."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def plan_launch(meta: BatchMeta, num_tokens: int, group: int, num_kv_heads: int, dim: int, tile: TileConfig,

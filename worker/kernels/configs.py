@@ -14,7 +14,7 @@ SHARED_LIMITS = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 9
 SMALLEST_SHARED_LIMIT = 99 * 1024
 FP8_CAPABILITY = 89  # the first whose hardware converts e4m3
 
-MAX_SPLITS = 64
+MAX_SPLITS = 32
 MIN_TILES_PER_SPLIT = 2  # a split of less work costs more to combine than it saves
 FEW_PROGRAMS = 4  # per multiprocessor: with fewer, keys are split however short the parts become
 MANY_PROGRAMS = 32  # with fewer, decodes are split into parts of at least PART_KEYS: a last round of programs that
@@ -79,21 +79,26 @@ _FLOAT32: dict[int, list[TileConfig]] = {
 _FLOAT32_LARGE_GROUP = TileConfig(32, 16, 8, 2)  # more than 16 query heads per KV head
 
 
-def shared_estimate(config: TileConfig, padded_dim: int, q_bytes: int, kv_bytes: int) -> int:
+def shared_estimate(config: TileConfig, width: int, q_bytes: int, kv_bytes: int) -> int:
     """Upper estimate of a program's shared memory: the query tile and the pipelined K and V tiles; K and V that are
     narrower than q pass through one converted tile."""
     stages = max(1, config.num_stages)
-    keys = config.block_n * padded_dim
+    keys = config.block_n * width
     converted = 2 * keys * q_bytes if kv_bytes != q_bytes else 0
     weights = config.block_m * config.block_n * q_bytes
-    return config.block_m * padded_dim * q_bytes + 2 * stages * keys * kv_bytes + converted + weights
+    return config.block_m * width * q_bytes + 2 * stages * keys * kv_bytes + converted + weights
+
+
+def padded_dim(dim: int) -> int:
+    """Width of a tile: a power of two that tl.dot takes."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def attention_config(
-    max_query_len: int, group: int, padded_dim: int, q_bytes: int, kv_bytes: int, capability: int
+    max_query_len: int, group: int, dim: int, q_bytes: int, kv_bytes: int, capability: int
 ) -> TileConfig:
     """Tiles for requests of up to max_query_len queries, with group = H / Hkv heads of each packed as rows."""
-    num_rows = max(1, max_query_len) * group
+    num_rows, width = max(1, max_query_len) * group, padded_dim(dim)
     if q_bytes == 4:
         if group > 16:
             return _FLOAT32_LARGE_GROUP
@@ -106,9 +111,11 @@ def attention_config(
         table = _MANY_ROWS_NARROW_POOL if capability < 100 else _MANY_ROWS_NARROW_POOL_BLACKWELL
     else:
         table = _MANY_ROWS_AMPERE if capability < 90 else _MANY_ROWS_HOPPER
-    candidates = table[min(256, max(64, padded_dim))]
+    candidates = table[min(256, max(64, width))]
+    if table is _MANY_ROWS_AMPERE and width > dim:  # masks of the padding cost registers
+        candidates = candidates[-2:]
     limit = shared_limit(capability)
-    fitting = (c for c in candidates if shared_estimate(c, padded_dim, q_bytes, kv_bytes) <= limit)
+    fitting = (c for c in candidates if shared_estimate(c, width, q_bytes, kv_bytes) <= limit)
     return next(fitting, candidates[-1])
 
 

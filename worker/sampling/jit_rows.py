@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from worker.jit import features
 
-config.CACHE_DIR = str(features.cache_folder())
+config.CACHE_DIR = str(features.cache_folder())  # type: ignore[attr-defined]
 
 CHUNK = 256
 AHEAD = 2048                                    # logits; what is fetched while a chunk is read
@@ -40,13 +40,13 @@ _C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(c) for c in (
 @intrinsic
 def _bits(typingctx, value):  # type: ignore[no-untyped-def]
     """float32 -> int32 with the same bits."""
-    return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))
+    return types.int32(types.float32), lambda _, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))
 
 
 @intrinsic
 def _float(typingctx, value):  # type: ignore[no-untyped-def]
     """int32 -> float32 with the same bits."""
-    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
+    return types.float32(types.int32), lambda _, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
 
 
 @intrinsic
@@ -251,8 +251,8 @@ def _kth_largest(x, width, chunk_max, largest, k, found, ones, histogram):  # ty
 
 
 @_device
-def _limit(x, width, chunk_max, largest, temperature, scale, top_k, top_p, min_p, tile, sums, found, mass,
-           histogram):  # type: ignore[no-untyped-def]
+def _limit(x, width, chunk_max, largest, temperature, scale, top_k, top_p, min_p, tile, sums, found, mass,  # type: ignore[no-untyped-def]
+           histogram):
     """The smallest logit that may be drawn; -inf: all. min_p, then top-k, then top-p over what those left."""
     limit = np.float32(-np.inf)
     if min_p > 0.0:
@@ -267,7 +267,8 @@ def _limit(x, width, chunk_max, largest, temperature, scale, top_k, top_p, min_p
             # All tokens lighter than this weigh less than 1 - top_p together: the threshold is not among them.
             share = (1.0 - top_p) * total / width
             if share > 1e-37:
-                lowest = np.float32(max(np.float64(lowest), largest + (np.log2(share) - 1e-3) / scale - 1e-6 * abs(largest)))
+                bound = largest + (np.log2(share) - 1e-3) / scale - 1e-6 * abs(largest)
+                lowest = np.float32(max(np.float64(lowest), bound))
         else:
             lowest = limit
         n = _collect(x, width, chunk_max, lowest, found)
@@ -331,10 +332,11 @@ def greedy_rows(x, stride, width, begin, end, scratch, tokens, bad, empty):  # t
 
 
 @_entry
-def sample_rows(x, stride, width, begin, end, temperature, top_k, top_p, min_p, seed, child, index, scratch, histogram,
-                tokens, bad, empty):  # type: ignore[no-untyped-def]
-    """tokens[r], bad[r], empty[r] for rows begin to end; row r is x[r * stride:][:width], float32. Temperature 0: the arg-max. A row
-    whose largest is not finite is bad and gets token 0; if it is -inf, the row is empty. scratch float32 [>= 3 * V + 2 * CHUNK], histogram float64 [>= BINS + V / CHUNK + 1]."""
+def sample_rows(x, stride, width, begin, end, temperature, top_k, top_p, min_p, seed, child, index, scratch, histogram,  # type: ignore[no-untyped-def]
+                tokens, bad, empty):
+    """tokens[r], bad[r], empty[r] for rows begin to end; row r is x[r * stride:][:width], float32. Temperature 0: the
+    arg-max. A row whose largest is not finite is bad and gets token 0; if it is -inf, the row is empty.
+    scratch float32 [>= 3 * V + 2 * CHUNK], histogram float64 [>= BINS + V / CHUNK + 1]."""
     num_chunks = (width + CHUNK - 1) // CHUNK
     chunk_max, tile = scratch[:num_chunks], scratch[num_chunks:num_chunks + CHUNK]
     found = scratch[num_chunks + CHUNK:num_chunks + CHUNK + width + 1]
@@ -367,8 +369,8 @@ def _count_above(part, value):  # type: ignore[no-untyped-def]
 
 
 @_entry
-def logprob_rows(x, stride, width, begin, end, targets, num_top, scratch, histogram, ids, values,
-                 ranks):  # type: ignore[no-untyped-def]
+def logprob_rows(x, stride, width, begin, end, targets, num_top, scratch, histogram, ids, values,  # type: ignore[no-untyped-def]
+                 ranks):
     """For rows begin to end: ids[r] = target, then the num_top[r] likeliest tokens (equal ones by id); values[r]:
     their log-probabilities; ranks[r]: 1 + the number of tokens above the target. NaN rows give NaN."""
     num_chunks = (width + CHUNK - 1) // CHUNK
@@ -464,8 +466,8 @@ def _clear(part):  # type: ignore[no-untyped-def]
 
 @_entry
 def mask_rows(x, stride, width, rows, begin, end, bits):  # type: ignore[no-untyped-def]
-    """Logit t of row rows[i] becomes -inf where bit t of bits[i] (int32 words, lowest bit first) is 0. Words of all ones
-    are skipped, runs of zero words are cleared without being read."""
+    """Logit t of row rows[i] becomes -inf where bit t of bits[i] (int32 words, lowest bit first) is 0. Words of all
+    ones are skipped, runs of zero words are cleared without being read."""
     whole = width // 32
     for i in range(begin, end):
         row, words = x[rows[i] * stride:rows[i] * stride + width], bits[i]

@@ -63,8 +63,8 @@ class RowKernels:
     def sample(self, x: np.ndarray, width: int, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray,
                min_p: np.ndarray, seed: np.ndarray, child: np.ndarray, index: np.ndarray
                ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens int32, bad, empty) [L] over the first `width` logits of each row, see SampleResult; the noise is that of
-        ipc.counter_rng.uniform."""
+        """(tokens int32, bad, empty) [L] over the first `width` logits of each row, see SampleResult; the noise is that
+        of ipc.counter_rng.uniform."""
         count = len(x)
         flat, stride = _flat(x)
         results = np.empty(count, np.int32), np.empty(count, bool), np.empty(count, bool)

@@ -29,7 +29,7 @@ def find(names: Iterable[str]) -> list[Processor]:
     found = []
     for name in names:
         if name not in _registry:
-            known = ", ".join(sorted(_registry)) or "none is registered; start with --logits-processor NAME=MODULE:FUNCTION"
+            known = ", ".join(sorted(_registry)) or "none; start with --logits-processor NAME=MODULE:FUNCTION"
             raise ValueError(f"logits_processors names {name[:60]!r}; known are: {known}")
         found.append(_registry[name])
     return found

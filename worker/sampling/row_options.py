@@ -5,6 +5,9 @@ that returns after a preemption gets new ones, whose state follows from its toke
 """
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import msgspec
 import numpy as np
 
 from ipc.errors import INVALID
@@ -12,12 +15,16 @@ from ipc.sampling_params import SamplingParams
 from worker.sampling.penalties import PenaltyCounts
 from worker.sampling.processors import Processor, find
 
+if TYPE_CHECKING:
+    from worker.sampling.grammar import RowGrammar
+
 
 class RowOptions:
     """Of one row. `changes_logits`: some stage writes into the row's logits."""
 
     __slots__ = ("processors", "bias_ids", "bias_values", "penalty_slot", "allowed", "bad_words", "num_logprobs",
-                 "num_prompt_logprobs", "pooling", "normalize", "pooled_sum", "failure", "changes_logits")
+                 "num_prompt_logprobs", "pooling", "normalize", "pooled_sum", "failure", "changes_logits",
+                 "structured_outputs", "grammar", "grammar_key")
 
     def __init__(self, params: SamplingParams, penalties: PenaltyCounts) -> None:
         self.failure: tuple[int, str] | None = None     # error code and text: the row cannot be sampled
@@ -39,15 +46,19 @@ class RowOptions:
         self.num_prompt_logprobs = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.pooling, self.normalize = params.pooling, params.pooling_normalize
         self.pooled_sum: np.ndarray | None = None       # float64 [E], of the prompt so far
+        self.structured_outputs = params.structured_outputs
+        self.grammar: RowGrammar | None = None          # made by worker/sampling/grammar.py
+        self.grammar_key = b"" if self.structured_outputs is None else msgspec.msgpack.encode(self.structured_outputs)
         self.changes_logits = bool(self.processors or len(self.bias_ids) or self.penalty_slot >= 0
-                                   or self.allowed is not None or self.bad_words)
+                                   or self.allowed is not None or self.bad_words or self.structured_outputs is not None)
 
     @staticmethod
     def of(params: SamplingParams, penalties: PenaltyCounts) -> RowOptions | None:
         """None for the usual row."""
         if (params.logprobs is None and params.prompt_logprobs is None and not params.pooling
                 and not params.has_penalties and not params.logit_bias and params.allowed_token_ids is None
-                and not params.bad_words_token_ids and not params.logits_processors):
+                and not params.bad_words_token_ids and not params.logits_processors
+                and params.structured_outputs is None):
             return None
         return RowOptions(params, penalties)
 

@@ -42,7 +42,7 @@ Mask = Callable[[Tensor, np.ndarray], None]
 
 
 class StepSampler:
-    """One per worker. `compute_logits`: hidden [n, E] -> [n, V] float32, which may reuse its memory in the next call."""
+    """One per worker. `compute_logits`: hidden [n, E] -> [n, V] float32; it may reuse its memory in the next call."""
 
     def __init__(self, state: RequestState, compute_logits: Callable[[Tensor], Tensor], eos_token_ids: list[int],
                  num_valid_tokens: int | None = None) -> None:

@@ -41,9 +41,10 @@ def the_plan(meta: object) -> LaunchPlan:
     return plan
 
 
-@pytest.mark.parametrize("window", [0, 20])
-@pytest.mark.parametrize("batch", [name for name in BATCHES if "long" not in name])
-def test_the_backend_passes_the_suite_of_all_backends(window: int, batch: str) -> None:
+@pytest.mark.parametrize(
+    "batch, window", [(name, (0, 20)[i % 2]) for i, name in enumerate(BATCHES) if "long" not in name]
+)
+def test_the_backend_passes_the_suite_of_all_backends(batch: str, window: int) -> None:
     """The batches of tests/worker/test_attention.py, written through the backend itself."""
     query_lens, seq_lens = BATCHES[batch]
     backend = get_backend("triton")
@@ -219,7 +220,7 @@ def test_contexts_are_split_until_the_chip_is_full() -> None:
     assert (many.kind, many.num_splits, many.part_rows) == (SPLIT_TILES, 8, 4)
     assert plan([1] * 256, [300] * 256).kind == plan([4096], [4096]).kind == NO_SPLIT
     one = plan([1], [32768])
-    assert (one.kind, one.num_splits) == (SPLIT_TILES, 64)
+    assert (one.kind, one.num_splits) == (SPLIT_TILES, 32)
     mixed = plan([300] * 10 + [1], [300] * 10 + [32768])
     assert (mixed.kind, mixed.num_splits, mixed.num_parts, mixed.max_split_queries) == (SPLIT_SHORT_REQUESTS, 16, 11, 4)
     assert plan([1], [100]).kind == NO_SPLIT

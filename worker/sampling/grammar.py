@@ -1,0 +1,206 @@
+"""Grammars beside the sampler: compiled once, followed token by token, turned into masks while the forward pass runs.
+
+    begin    before the forward pass: start compiling what is new, fill the masks of rows that will sample, in threads
+    mask     before the draw: wait for the masks, apply them to the logits
+    accept   after the draw: every row's grammar takes its token; rows that may not go on are named
+
+A row's state follows from its outputs, so a row that returns after a preemption or a restart takes them all again. The
+state allows rollback, so drafts can be checked against it. A grammar that fails ends its own request only. Knows no
+blocks and no model.
+"""
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import fill_next_token_bitmask_par
+from torch import Tensor
+
+from ipc.errors import FAULT, INVALID
+from ipc.structured_outputs import StructuredOutputs, grammar_text
+from worker.request_state import RequestState
+from worker.sampling.jit_threads import RowKernels
+from worker.sampling.masks import apply_bitmask
+
+logger = logging.getLogger(__name__)
+
+CACHE_BYTES = 64 << 20                          # of compiled grammars, estimated
+NUM_FILL_THREADS = 2
+# The library's own limits, narrower than its defaults: at most about 60 MB and 30 ms a step for one grammar.
+LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
+                        max_lexer_states=30_000, max_grammar_size=200_000, verbose_errors=False)
+
+Compiled = Future[LLMatcher]
+
+
+class GrammarError(ValueError):
+    """A grammar that does not compile."""
+
+
+class RowGrammar:
+    """Where one row is in its grammar. `matcher` is None until its compilation is done."""
+
+    __slots__ = ("compiled", "matcher", "is_done")
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled = compiled
+        self.matcher: LLMatcher | None = None
+        self.is_done = False                    # it has ended; tokens of steps in flight do not count
+
+    def start(self, outputs: list[int]) -> None:
+        """Take what the row has put out so far. Raises GrammarError, RuntimeError."""
+        matcher = self.compiled.result().deep_copy()
+        if outputs and not matcher.consume_tokens(outputs):
+            raise RuntimeError(f"the outputs so far do not fit the grammar: {matcher.get_error()[:200]}")
+        self.matcher = matcher
+
+
+class Grammars:
+    """Those of one worker. `load` gives the vocabulary, in a thread, when the first grammar comes."""
+
+    def __init__(self, load: Callable[[], LLTokenizer], *, cache_bytes: int = CACHE_BYTES) -> None:
+        self._load, self._cache_bytes = load, cache_bytes
+        self._tokenizer: LLTokenizer | None = None
+        self._compiler: ThreadPoolExecutor | None = None
+        self._filler: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+        self._cache: collections.OrderedDict[bytes, tuple[Compiled, int]] = collections.OrderedDict()
+        self._cached_bytes = 0
+
+    # ------------------------------------------------------------ compiling
+
+    def compile(self, key: bytes, spec: StructuredOutputs) -> Compiled:
+        """The compiled grammar, perhaps still being made. `key` is the spec as bytes."""
+        found = self._cache.get(key)
+        if found is not None:
+            self._cache.move_to_end(key)
+            return found[0]
+        if self._compiler is None:              # one thread: the vocabulary is loaded once, and kernels keep their cores
+            self._compiler = ThreadPoolExecutor(1, "compile-grammars")
+        compiled = self._compiler.submit(self._compile, spec)
+        size = estimated_bytes(key)
+        self._cache[key] = compiled, size
+        self._cached_bytes += size
+        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
+            _, (_, freed) = self._cache.popitem(last=False)
+            self._cached_bytes -= freed
+        return compiled
+
+    def _compile(self, spec: StructuredOutputs) -> LLMatcher:
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        try:
+            text = grammar_text(spec, any_to_lark)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(str(error)) from error
+        except Exception as error:              # the converter raises plain Exception for a syntax error
+            raise GrammarError(f"the grammar is neither Lark nor GBNF: {error}") from error
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        return matcher
+
+    # ------------------------------------------------------------ a step
+
+    def begin(self, state: RequestState, rows: np.ndarray) -> GrammarStep | None:
+        """Before the forward pass that samples these rows. None: no row of the step has a grammar."""
+        found: list[tuple[int, RowGrammar]] = []
+        is_sampled = np.zeros(state.n, bool)
+        is_sampled[rows] = True
+        for row in range(state.n):
+            options = state.options[row]
+            if options is None or options.structured_outputs is None:
+                continue
+            if options.grammar is None:
+                options.grammar = RowGrammar(self.compile(options.grammar_key, options.structured_outputs))
+            if is_sampled[row]:
+                found.append((row, options.grammar))
+        if not found:
+            return None
+        if self._filler is None:
+            self._filler = ThreadPoolExecutor(1, "fill-masks")
+            self._executor = LLExecutor(NUM_FILL_THREADS)
+        return GrammarStep(state, found, self._filler.submit(self._fill, state, found))
+
+    def _fill(self, state: RequestState, found: list[tuple[int, RowGrammar]]) -> tuple[np.ndarray, dict[int, str]]:
+        """Bits int32 [len(found), words] and the failures, by row. Nothing changes the rows meanwhile."""
+        failures: dict[int, str] = {}
+        todo: list[tuple[LLMatcher, int]] = []
+        for index, (row, grammar) in enumerate(found):
+            try:
+                if grammar.matcher is None:
+                    grammar.start(state.tokens[row, state.num_prompt[row]:state.known[row]].tolist())
+            except (ValueError, RuntimeError) as error:
+                self._fail(state, row, error)
+                continue
+            if grammar.matcher is not None and not grammar.is_done and not grammar.matcher.is_error():
+                todo.append((grammar.matcher, index))
+        words = -(-self._tokenizer.vocab_size // 32) if self._tokenizer is not None else 1
+        bits = np.full((len(found), words), -1, np.int32)
+        if todo and self._executor is not None:
+            fill_next_token_bitmask_par(self._executor, todo, bits)
+        for index, (row, grammar) in enumerate(found):
+            if grammar.matcher is not None and grammar.matcher.is_error() and not grammar.is_done:
+                bits[index] = -1
+                failures[row] = grammar.matcher.get_error()[:300]
+        return bits, failures
+
+    @staticmethod
+    def _fail(state: RequestState, row: int, error: Exception) -> None:
+        options = state.options[row]
+        if options is not None and options.failure is None:
+            if isinstance(error, RuntimeError):
+                options.failure = FAULT, str(error)
+            else:
+                options.failure = INVALID, f"structured_outputs: {str(error)[:500]}"
+
+
+class GrammarStep:
+    """The grammars of one step."""
+
+    def __init__(self, state: RequestState, found: list[tuple[int, RowGrammar]],
+                 filled: Future[tuple[np.ndarray, dict[int, str]]]) -> None:
+        self._state, self._found, self._filled = state, found, filled
+
+    def mask(self, logits: Tensor, rows: np.ndarray, kernels: RowKernels | None) -> None:
+        """Exclude what the grammars of these rows, whose logits [L, V] are given, do not allow."""
+        bits, failures = self._filled.result()
+        for row, text in failures.items():
+            options = self._state.options[row]
+            if options is not None and options.failure is None:
+                options.failure = INVALID, f"structured_outputs: the grammar became too complex: {text}"
+        entry_of = {row: entry for entry, row in enumerate(rows.tolist())}
+        pairs = [(entry_of[row], index) for index, (row, grammar) in enumerate(self._found)
+                 if row in entry_of and not grammar.is_done]
+        if not pairs:
+            return
+        entries, index = np.array(pairs, np.int64).T.copy()
+        width = -(-logits.shape[1] // 32)
+        if bits.shape[1] < width:               # ids beyond the tokenizer
+            bits = np.pad(bits, ((0, 0), (0, width - bits.shape[1])))
+        apply_bitmask(logits, entries, np.ascontiguousarray(bits[index, :width]), kernels)
+
+    def accept(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Take the drawn tokens, -1: none. Returns the rows that their grammar ended, int32."""
+        token_of = dict(zip(rows.tolist(), tokens.tolist()))
+        ended = []
+        for row, grammar in self._found:
+            token = token_of.get(row, -1)
+            if token < 0 or grammar.is_done or grammar.matcher is None:
+                continue
+            if not grammar.matcher.consume_token(token):
+                logger.warning("a grammar refused a token that its mask allowed: %s", grammar.matcher.get_error()[:200])
+            if grammar.matcher.is_stopped():
+                grammar.is_done = True
+                ended.append(row)
+        return np.array(ended, np.int32)
+
+
+def estimated_bytes(key: bytes) -> int:
+    """Memory of a compiled grammar. The library does not tell; measured grammars take less than this."""
+    return 64 * 1024 + 256 * len(key)
