@@ -181,7 +181,8 @@ def main(argv: list[str]) -> int:
     from ipc.launch_setup import STARTED, SetupError
     os.environ.setdefault(STARTED, repr(time.monotonic()))
     commands = {"demo": demo, "serve": serve, "setup": setup, "test": test, "bench": bench,
-                "replay": replay, "simulate": simulate, "chaos": chaos, "profile": profile, "chat": chat, "complete": complete,
+                "replay": replay, "simulate": simulate, "chaos": chaos, "profile": profile, "chat": chat,
+                "complete": complete,
                 "run-batch": run_batch, "tokenize": tokenize, "models": models, "doctor": doctor}
     try:
         check_command(argv[0], commands)

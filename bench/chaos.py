@@ -1,9 +1,11 @@
 """`python launch.py chaos`: real processes, random kills and stops, and a check of every stream.
 
-A tiny model on the reference backend serves a steady load while core and worker are killed (SIGKILL) or stopped (SIGSTOP)
-at random moments. Every stream must be exactly the sequence that the same request gives undisturbed: no gap, no repeat, no
-other token. Prints what happened and one JSON object last; exit status 1 when anything was corrupt or below the goal.
+A tiny model on the reference backend serves a steady load while core and worker are killed (SIGKILL) or stopped
+(SIGSTOP) at random moments. Every stream must be exactly the sequence that the same request gives undisturbed: no
+gap, no repeat, no other token. Prints what happened and one JSON object last; exit status 1 when anything was corrupt or
+below the goal.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -20,16 +22,17 @@ from bench.seed_workload import SEED_MODEL_CONFIG
 from bench.stats import percentile, print_json
 from frontend import AsyncLLM, SamplingParams
 
-GOAL = 0.999                                    # share of requests that must succeed
-RESTART_SPACING_S = 13.0                        # five restarts a minute are the supervisor's limit
+GOAL = 0.999  # share of requests that must succeed
+RESTART_SPACING_S = 13.0  # five restarts a minute are the supervisor's limit
 
 
 def request(number: int, seed: int) -> tuple[list[int], SamplingParams]:
     """The number-th of a small set of requests: greedy and seeded ones, short and long."""
     rng = random.Random(seed * 1000 + number)
     prompt = [rng.randrange(4000) for _ in range(rng.randint(4, 60))]
-    return prompt, SamplingParams(temperature=rng.choice([0.0, 0.8]), seed=number, max_tokens=rng.randint(8, 80),
-                                  ignore_eos=True)
+    return prompt, SamplingParams(
+        temperature=rng.choice([0.0, 0.8]), seed=number, max_tokens=rng.randint(8, 80), ignore_eos=True
+    )
 
 
 async def run_request(llm: AsyncLLM, number: int, seed: int) -> list[int]:
@@ -94,16 +97,24 @@ class Chaos:
             except ProcessLookupError:
                 continue
             self.events.append(f"{what.name} {name} ({pid})")
-            print(f"{self.events[-1]}; so far {self.num_ok} ok, {self.num_failed} failed, {self.num_corrupt} corrupt",
-                  flush=True)
+            print(
+                f"{self.events[-1]}; so far {self.num_ok} ok, {self.num_failed} failed, {self.num_corrupt} corrupt",
+                flush=True,
+            )
 
 
 async def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(SEED_MODEL_CONFIG, file)
-        options: dict[str, Any] = dict(load_format="dummy", num_gpu_blocks_override=400, attention_backend="reference",
-                                       log_level="error", num_threads=1, block_size=16)
+        options: dict[str, Any] = dict(
+            load_format="dummy",
+            num_gpu_blocks_override=400,
+            attention_backend="reference",
+            log_level="error",
+            num_threads=1,
+            block_size=16,
+        )
         async with AsyncLLM(folder, **options) as llm:
             chaos = Chaos(llm, args)
             await chaos.learn()
@@ -118,11 +129,20 @@ async def run(args: argparse.Namespace) -> int:
     for event in chaos.events:
         if "request" in event:
             print(event)
-    print_json({"minutes": args.minutes, "requests": total, "succeeded": round(share, 5), "corrupt": chaos.num_corrupt,
-                "failed": chaos.num_failed, "faults": sum("SIG" in e for e in chaos.events),
-                "latency_p50_s": round(percentile(chaos.latencies, 50), 3),
-                "latency_max_s": round(max(chaos.latencies, default=0.0), 3),
-                "blocks_held": stats["num_blocks"] - stats["num_free_blocks"], "goal": GOAL})
+    print_json(
+        {
+            "minutes": args.minutes,
+            "requests": total,
+            "succeeded": round(share, 5),
+            "corrupt": chaos.num_corrupt,
+            "failed": chaos.num_failed,
+            "faults": sum("SIG" in e for e in chaos.events),
+            "latency_p50_s": round(percentile(chaos.latencies, 50), 3),
+            "latency_max_s": round(max(chaos.latencies, default=0.0), 3),
+            "blocks_held": stats["num_blocks"] - stats["num_free_blocks"],
+            "goal": GOAL,
+        }
+    )
     return 0 if share >= GOAL and not chaos.num_corrupt and stats["num_blocks"] == stats["num_free_blocks"] else 1
 
 

@@ -1,10 +1,12 @@
 """`bench core`: what scheduling costs, without a model. CPU time in microseconds, medians; one JSON object last.
 
-A whole decode step of the core and of the worker's host side: plan, encode, decode, batch preparation, write-back, encode,
-decode, commit, with everything switched on (stop ids, statistics, flight recorder). Then growth with context, wire sizes,
-a round trip through real sockets and two processes, admission, enqueueing, start and memory, and idle cost of all processes.
-With --against vllm, vLLM's scheduler and input preparation are measured in the same run by --vllm-python.
+A whole decode step of the core and of the worker's host side: plan, encode, decode, batch preparation, write-back,
+encode, decode, commit, with everything switched on (stop ids, statistics, flight recorder). Then growth with context,
+wire sizes, a round trip through real sockets and two processes, admission, enqueueing, start and memory, and idle
+cost of all processes. With --against vllm, vLLM's scheduler and input preparation are measured in the same run by
+--vllm-python.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -82,7 +84,6 @@ class Loop:
         frames = codec.encode(plan, 1, plan.step)
         recorder.note_plan(frames[0])
         core.plan_sent(2)
-        t2 = cpu_us()
         received: SchedulerOutput = codec.decode(frames)[1]
         t3 = cpu_us()
         self.state.apply(received)
@@ -114,8 +115,16 @@ class Loop:
 
 def _result(step: int, column: np.ndarray) -> Any:
     from ipc.messages import ModelRunnerOutput
-    return ModelRunnerOutput(step, memoryview(np.ascontiguousarray(column, np.int32)).cast("B"), received_ns=1, prepared_ns=2,
-                             launched_ns=3, done_ns=4, device_ns=5)
+
+    return ModelRunnerOutput(
+        step,
+        memoryview(np.ascontiguousarray(column, np.int32)).cast("B"),
+        received_ns=1,
+        prepared_ns=2,
+        launched_ns=3,
+        done_ns=4,
+        device_ns=5,
+    )
 
 
 def step_costs(rows: list[int], steps: int) -> dict[str, Any]:
@@ -144,8 +153,10 @@ def growth(steps: int) -> dict[str, float]:
     def cost(loop: Loop, names: tuple[str, ...]) -> float:
         return median(sum(values) for values in zip(*(loop.times[name] for name in names)))
 
-    return {"core": round(cost(long, core) / cost(short, core), 2),
-            "worker": round(cost(long, worker) / cost(short, worker), 2)}
+    return {
+        "core": round(cost(long, core) / cost(short, core), 2),
+        "worker": round(cost(long, worker) / cost(short, worker), 2),
+    }
 
 
 def admission(repeats: int) -> dict[str, float]:
@@ -174,6 +185,7 @@ def admission(repeats: int) -> dict[str, float]:
 
 def _abort(request_id: int) -> Any:
     from ipc.messages import Abort
+
     return Abort([request_id])
 
 
@@ -181,8 +193,12 @@ def enqueueing(count: int = 10_000) -> dict[str, float]:
     """Adding a request (16-token prompt) when `count` wait already."""
     found = {}
     for policy in ("fcfs", "priority", "lpm"):
-        core = EngineCore(SchedulerConfig(policy=policy, max_num_seqs=1), CacheConfig(),
-                          WorkerReady(64, 0, 1024, VOCAB, [], "f", "null"), b"k" * 32)
+        core = EngineCore(
+            SchedulerConfig(policy=policy, max_num_seqs=1),
+            CacheConfig(),
+            WorkerReady(64, 0, 1024, VOCAB, [], "f", "null"),
+            b"k" * 32,
+        )
         params = SamplingParams(max_tokens=4, seed=1)
         tokens = memoryview(np.arange(16, dtype=np.int32)).cast("B")
         rng, times = np.random.default_rng(2), []
@@ -201,19 +217,22 @@ def round_trip(rows: int, steps: int) -> dict[str, float]:
 
     from ipc.messages import ModelRunnerOutput
     from ipc.sockets import Link
+
     with tempfile.TemporaryDirectory(prefix="tf-") as folder:
         address = f"ipc://{folder}/w"
-        child = subprocess.Popen([sys.executable, "-P", "-m", "bench.null_worker", address, str(rows)],
-                                 env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))})
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "bench.null_worker", address, str(rows)],
+            env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))},
+        )
         try:
             context = zmq.Context()
             link = Link(context, connect=address)
             link.hello("engine_core", 0, os.getpid())
             while (item := link.receive()) is None:
                 link.socket.poll(1000)
-            loop = Loop(rows, 512)              # brings its rows to the decode state against its own mirror
+            loop = Loop(rows, 512)  # brings its rows to the decode state against its own mirror
             core = loop.core
-            core._needs_reset = True            # the other process learns all rows at once
+            core._needs_reset = True  # the other process learns all rows at once
             times, cpu = [], []
             for i in range(steps + 20):
                 begin, begin_cpu = time.perf_counter_ns(), cpu_us()
@@ -240,23 +259,29 @@ def round_trip(rows: int, steps: int) -> dict[str, float]:
 
 def core_process(repeats: int = 5) -> dict[str, float]:
     """Importing the core in a fresh interpreter: seconds and resident memory."""
-    code = ("import time; t = time.perf_counter()\n"
-            "import engine_core.main\n"
-            "from bench.core import Loop\n" if False else
-            "import time; t = time.perf_counter()\n"
-            "import engine_core.main\n"
-            "from engine_core.core import EngineCore\n"
-            "from ipc.config import CacheConfig, SchedulerConfig\n"
-            "from ipc.messages import WorkerReady\n"
-            "EngineCore(SchedulerConfig(), CacheConfig(), WorkerReady(8192, 0, 8192, 151936, [1], 'f', 'x'), b'k' * 32)\n"
-            "s = time.perf_counter() - t\n"
-            "rss = next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1]\n"
-            "print(s, int(rss) / 1024)\n")
+    code = (
+        "import time; t = time.perf_counter()\nimport engine_core.main\nfrom bench.core import Loop\n"
+        if False
+        else "import time; t = time.perf_counter()\n"
+        "import engine_core.main\n"
+        "from engine_core.core import EngineCore\n"
+        "from ipc.config import CacheConfig, SchedulerConfig\n"
+        "from ipc.messages import WorkerReady\n"
+        "EngineCore(SchedulerConfig(), CacheConfig(), WorkerReady(8192, 0, 8192, 151936, [1], 'f', 'x'), b'k' * 32)\n"
+        "s = time.perf_counter() - t\n"
+        "rss = next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1]\n"
+        "print(s, int(rss) / 1024)\n"
+    )
     results = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                             env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))}).stdout.split()
+        out = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))},
+        ).stdout.split()
         results.append((time.perf_counter() - begin, float(out[1])))
     return {"start_s": round(median(r[0] for r in results), 3), "resident_mb": round(median(r[1] for r in results), 1)}
 
@@ -292,14 +317,16 @@ def idle(seconds: float) -> dict[str, float]:
                 await asyncio.sleep(seconds)
                 cpu2, switches2 = usage(pids)
                 wakes = [(switches2[pid] - switches[pid]) / seconds for pid in pids[1:]]
-                return {"cpu_percent": round(100 * (cpu2 - cpu + time.process_time() - own) / seconds, 3),
-                        "wakeups_per_s": [round(w, 2) for w in wakes]}
+                return {
+                    "cpu_percent": round(100 * (cpu2 - cpu + time.process_time() - own) / seconds, 3),
+                    "wakeups_per_s": [round(w, 2) for w in wakes],
+                }
 
     return asyncio.run(run())
 
 
 def against_vllm(python: str, steps: int) -> dict[str, Any] | None:
-    """vLLM's scheduler, wire objects and input preparation at 256 rows, in its own interpreter; None: not importable."""
+    """vLLM's scheduler, wire and input preparation at 256 rows, in its own interpreter; None: not importable."""
     script = os.path.join(os.path.dirname(__file__), "vllm_core.py")
     done = subprocess.run([python, script, "--rows", "256", "--steps", str(steps)], capture_output=True, text=True)
     if done.returncode:
@@ -331,8 +358,12 @@ def main(argv: list[str] | None = None) -> int:
     result: dict[str, Any] = step_costs(args.rows, args.steps)
     for n, value in result["step_us"].items():
         must = MUST.get(int(n))
-        print(f"{n:>5} running: {value:8.1f} us a step" + (f" (must {must})" if must else "")
-              + "   " + "  ".join(f"{k} {v}" for k, v in result["parts_us"][n].items()))
+        print(
+            f"{n:>5} running: {value:8.1f} us a step"
+            + (f" (must {must})" if must else "")
+            + "   "
+            + "  ".join(f"{k} {v}" for k, v in result["parts_us"][n].items())
+        )
     print(f"wire at 256: plan {result.get('plan_bytes')} bytes, result {result.get('result_bytes')} bytes")
     for name, call in sections(args):
         result[name] = call()

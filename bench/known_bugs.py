@@ -2,6 +2,7 @@
 
 `old` occurs exactly once in the file. Adding a bug: one entry, then `python launch.py bench mutate --known`.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -14,67 +15,169 @@ class KnownBug(NamedTuple):
     new: str
 
 
-_S, _A, _B, _R, _U, _V = (f"engine_core/{name}.py" for name in
-                          ("scheduler", "admission", "block_manager", "rows", "update", "recovery"))
+_S, _A, _B, _R, _U, _V = (
+    f"engine_core/{name}.py" for name in ("scheduler", "admission", "block_manager", "rows", "update", "recovery")
+)
 
 KNOWN_BUGS = [
-    KnownBug("a cached block holds the last prompt token, so nothing is left to compute", _A,
-             "min((known - 1) // size, len(request.hashes))", "min(known // size, len(request.hashes))"),
-    KnownBug("adopting a cached block that is free is not counted as taking a free block", _B,
-             "if count > len(free_queue) - reclaimed:", "if count > len(free_queue):"),
-    KnownBug("a freed request's blocks are queued head first", _B, "for block in reversed(blocks):", "for block in blocks:"),
-    KnownBug("an adopted block is not taken out of the free queue", _B,
-             "            if ref_count[block] == 0:\n                del free_queue[block]\n", ""),
-    KnownBug("a block handed out again stays findable under its old hash", _B,
-             "        self.unpublish(block)\n        self.ref_count[block] = 1", "        self.ref_count[block] = 1"),
-    KnownBug("a finished request keeps its blocks", _S,
-             "                self.on_finish(request)\n            self.blocks.free(request.blocks)",
-             "                self.on_finish(request)"),
-    KnownBug("a preempted request frees its blocks twice", _S,
-             "        self._leave(request)\n        self.blocks.free(request.blocks)\n        request.blocks = []\n        self.waiting.push",
-             "        self._leave(request)\n        self.blocks.free(request.blocks)\n        self.waiting.push"),
-    KnownBug("what a failed step published stays published", _V,
-             "            if blocks.block_hash[block] == h:\n                blocks.unpublish(block)\n", ""),
-    KnownBug("who adopted a block of a failed step keeps it", _V,
-             "            if block in bad:\n                computed = i * size\n                break\n", ""),
-    KnownBug("a swap that a failed step lost is believed", _V,
-             "computed = min(int(rows.computed[row]), kept.get(request, 1 << 60))", "computed = int(rows.computed[row])"),
+    KnownBug(
+        "a cached block holds the last prompt token, so nothing is left to compute",
+        _A,
+        "min((known - 1) // size, len(request.hashes))",
+        "min(known // size, len(request.hashes))",
+    ),
+    KnownBug(
+        "adopting a cached block that is free is not counted as taking a free block",
+        _B,
+        "if count > len(free_queue) - reclaimed:",
+        "if count > len(free_queue):",
+    ),
+    KnownBug(
+        "a freed request's blocks are queued head first", _B, "for block in reversed(blocks):", "for block in blocks:"
+    ),
+    KnownBug(
+        "an adopted block is not taken out of the free queue",
+        _B,
+        "            if ref_count[block] == 0:\n                del free_queue[block]\n",
+        "",
+    ),
+    KnownBug(
+        "a block handed out again stays findable under its old hash",
+        _B,
+        "        self.unpublish(block)\n        self.ref_count[block] = 1",
+        "        self.ref_count[block] = 1",
+    ),
+    KnownBug(
+        "a finished request keeps its blocks",
+        _S,
+        "                self.on_finish(request)\n            self.blocks.free(request.blocks)",
+        "                self.on_finish(request)",
+    ),
+    KnownBug(
+        "a preempted request frees its blocks twice",
+        _S,
+        "        self._leave(request)\n        self.blocks.free(request.blocks)\n        request.blocks = []\n"
+        "        self.waiting.push",
+        "        self._leave(request)\n        self.blocks.free(request.blocks)\n        self.waiting.push",
+    ),
+    KnownBug(
+        "what a failed step published stays published",
+        _V,
+        "            if blocks.block_hash[block] == h:\n                blocks.unpublish(block)\n",
+        "",
+    ),
+    KnownBug(
+        "who adopted a block of a failed step keeps it",
+        _V,
+        "            if block in bad:\n                computed = i * size\n                break\n",
+        "",
+    ),
+    KnownBug(
+        "a swap that a failed step lost is believed",
+        _V,
+        "computed = min(int(rows.computed[row]), kept.get(request, 1 << 60))",
+        "computed = int(rows.computed[row])",
+    ),
     KnownBug("planned tokens are not taken back after a failed step", _V, "    rows.reset_to_committed()", "    pass"),
-    KnownBug("the last row is not moved into the place of one that left", _R,
-             "            for column in self._columns:\n                column[row] = column[last]\n", ""),
+    KnownBug(
+        "the last row is not moved into the place of one that left",
+        _R,
+        "            for column in self._columns:\n                column[row] = column[last]\n",
+        "",
+    ),
     KnownBug("a move does not take the newest tokens along", _R, "            self.ring[row] = self.ring[last]\n", ""),
-    KnownBug("plans in flight do not follow a move", _R,
-             "        for record in self.in_flight:\n            self._follow_move(record, row, last, request)\n", ""),
-    KnownBug("a zombie's token is given to the request that took its row", _R,
-             "        if then >= 0:\n            current[then] = -1\n", "        if then >= 0:\n"),
-    KnownBug("the newest token of a preempted request is dropped", _R,
-             "                record.detached[then] = leaving\n                leaving.num_in_flight += 1\n", "                pass\n"),
-    KnownBug("a preempted request returns before its newest token is known", _A,
-             "if request is None or request.num_in_flight:", "if request is None:"),
-    KnownBug("computed counts one token too few after a step of many", _U,
-             "rows.computed[now] += 1 if record.counts is None else record.counts[then]", "rows.computed[now] += 1"),
-    KnownBug("the slot of a decode is off by one at a block boundary", "worker/batch.py",
-             "np.remainder(computed, size, out=scratch)", "np.remainder(computed + 1, size, out=scratch)"),
-    KnownBug("a chunk's slots ignore where it starts", "worker/batch.py",
-             "        positions += computed[index]\n", ""),
-    KnownBug("logits are taken from a chunk in mid-prompt", "worker/batch.py",
-             "samples = lengths >= state.known[active]", "samples = lengths >= 0"),
-    KnownBug("a recycled row keeps the old block table", "worker/request_state.py",
-             "            self.block_table[row, :blocks] = self.block_table[last, :blocks]\n", ""),
-    KnownBug("a row's parameters stay behind when it moves", "worker/request_state.py",
-             "            for column in self._columns:\n                column[row] = column[last]\n", ""),
-    KnownBug("a victim is one that the step already serves", _S, "                victim = order[end]", "                victim = order[0]"),
-    KnownBug("requests are admitted in a step that had to preempt", _S,
-             "        if len(step.preempted) == num_urgent:", "        if True:"),
-    KnownBug("max_tokens is not clamped to what fits the pool", _S,
-             "request.max_total_tokens = limit if wanted is None else min(prompt + wanted, limit)",
-             "request.max_total_tokens = limit if wanted is None else prompt + wanted"),
-    KnownBug("a partial match copies a block that this very step computes", _A,
-             "{b for b, _ in step.published})", "set())"),
-    KnownBug("a reset of the prefix cache keeps what running requests hold", _S,
-             "        self.cache_epoch += 1\n        self.blocks.forget()", "        self.blocks.forget()"),
-    KnownBug("host slots are reused within the plan that reads them", _B,
-             "        self._returned += slots", "        self._free += slots"),
-    KnownBug("an aborted swapped-out request keeps its host slots", _S,
-             "            self.waiting.discard(request)\n        self.drop_swap(request)", "            self.waiting.discard(request)"),
+    KnownBug(
+        "plans in flight do not follow a move",
+        _R,
+        "        for record in self.in_flight:\n            self._follow_move(record, row, last, request)\n",
+        "",
+    ),
+    KnownBug(
+        "a zombie's token is given to the request that took its row",
+        _R,
+        "        if then >= 0:\n            current[then] = -1\n",
+        "        if then >= 0:\n",
+    ),
+    KnownBug(
+        "the newest token of a preempted request is dropped",
+        _R,
+        "                record.detached[then] = leaving\n                leaving.num_in_flight += 1\n",
+        "                pass\n",
+    ),
+    KnownBug(
+        "a preempted request returns before its newest token is known",
+        _A,
+        "if request is None or request.num_in_flight:",
+        "if request is None:",
+    ),
+    KnownBug(
+        "computed counts one token too few after a step of many",
+        _U,
+        "rows.computed[now] += 1 if record.counts is None else record.counts[then]",
+        "rows.computed[now] += 1",
+    ),
+    KnownBug(
+        "the slot of a decode is off by one at a block boundary",
+        "worker/batch.py",
+        "np.remainder(computed, size, out=scratch)",
+        "np.remainder(computed + 1, size, out=scratch)",
+    ),
+    KnownBug("a chunk's slots ignore where it starts", "worker/batch.py", "        positions += computed[index]\n", ""),
+    KnownBug(
+        "logits are taken from a chunk in mid-prompt",
+        "worker/batch.py",
+        "samples = lengths >= state.known[active]",
+        "samples = lengths >= 0",
+    ),
+    KnownBug(
+        "a recycled row keeps the old block table",
+        "worker/request_state.py",
+        "            self.block_table[row, :blocks] = self.block_table[last, :blocks]\n",
+        "",
+    ),
+    KnownBug(
+        "a row's parameters stay behind when it moves",
+        "worker/request_state.py",
+        "            for column in self._columns:\n                column[row] = column[last]\n",
+        "",
+    ),
+    KnownBug(
+        "a victim is one that the step already serves",
+        _S,
+        "                victim = order[end]",
+        "                victim = order[0]",
+    ),
+    KnownBug(
+        "requests are admitted in a step that had to preempt",
+        _S,
+        "        if len(step.preempted) == num_urgent:",
+        "        if True:",
+    ),
+    KnownBug(
+        "max_tokens is not clamped to what fits the pool",
+        _S,
+        "request.max_total_tokens = limit if wanted is None else min(prompt + wanted, limit)",
+        "request.max_total_tokens = limit if wanted is None else prompt + wanted",
+    ),
+    KnownBug(
+        "a partial match copies a block that this very step computes", _A, "{b for b, _ in step.published})", "set())"
+    ),
+    KnownBug(
+        "a reset of the prefix cache keeps what running requests hold",
+        _S,
+        "        self.cache_epoch += 1\n        self.blocks.forget()",
+        "        self.blocks.forget()",
+    ),
+    KnownBug(
+        "host slots are reused within the plan that reads them",
+        _B,
+        "        self._returned += slots",
+        "        self._free += slots",
+    ),
+    KnownBug(
+        "an aborted swapped-out request keeps its host slots",
+        _S,
+        "            self.waiting.discard(request)\n        self.drop_swap(request)",
+        "            self.waiting.discard(request)",
+    ),
 ]

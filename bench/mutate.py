@@ -1,9 +1,10 @@
 """`bench mutate`: does a test notice? Known bugs seeded one by one, and random mutants of the core's code.
 
 Each change is made in a copy of the tree, then the killers run: a short content-checked simulation first, then the unit
-tests of the core and of the worker's batch. A mutant that survives everything is listed; bench/mutants.md says why each is
-harmless. `--known` runs the list of known bugs (all must be caught), `--random N --seed S` N random mutants.
+tests of the core and of the worker's batch. A mutant that survives everything is listed; bench/mutants.md says why
+each is harmless. `--known` runs the list of known bugs (all must be caught), `--random N --seed S` N random mutants.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -23,11 +24,24 @@ from bench.known_bugs import KNOWN_BUGS
 from bench.stats import print_json
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TARGETS = ("engine_core/scheduler.py", "engine_core/block_manager.py", "engine_core/admission.py", "engine_core/rows.py",
-           "engine_core/update.py", "worker/batch.py", "worker/request_state.py")
+TARGETS = (
+    "engine_core/scheduler.py",
+    "engine_core/block_manager.py",
+    "engine_core/admission.py",
+    "engine_core/rows.py",
+    "engine_core/update.py",
+    "worker/batch.py",
+    "worker/request_state.py",
+)
 COPIED = ("ipc", "engine_core", "worker", "frontend", "bench", "tests", "launch.py", "pyproject.toml", "README.md")
-TESTS = ("tests/engine_core", "tests/worker/test_batch.py", "tests/worker/test_request_state.py", "tests/properties",
-         "tests/equivalence/test_milestone.py", "tests/equivalence/test_async_equals_sync.py")
+TESTS = (
+    "tests/engine_core",
+    "tests/worker/test_batch.py",
+    "tests/worker/test_request_state.py",
+    "tests/properties",
+    "tests/equivalence/test_milestone.py",
+    "tests/equivalence/test_async_equals_sync.py",
+)
 SIMULATE = """
 from bench.simulation import Options, simulate
 for seed in range({first}, {first} + 60):
@@ -35,27 +49,45 @@ for seed in range({first}, {first} + 60):
 for seed in range({first} + 60, {first} + 110):
     simulate(seed, Options(max_rounds=4000, fault_rate=0.05, loss_rate=0.002, late_rate=0.01, nan_rate=0.01))
 """
-SIMULATE_S, TESTS_S = 90, 240                   # a mutant that never ends is caught too
+SIMULATE_S, TESTS_S = 90, 240  # a mutant that never ends is caught too
 
 
 class Mutant(NamedTuple):
     """A change of one file."""
+
     name: str
     path: str
-    text: str                                   # the whole mutated file
+    text: str  # the whole mutated file
 
 
 class Outcome(NamedTuple):
     name: str
-    killer: str                                 # "" : it survived
+    killer: str  # "" : it survived
 
 
 # ---------------------------------------------------------------- random mutants
 
-_COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-            ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
-_BINARY = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
-           ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
+_COMPARE = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+_BINARY = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
 _SKIPPED_FUNCTIONS = ("check_invariants", "__repr__")
 
 
@@ -157,6 +189,7 @@ def known_mutants() -> list[Mutant]:
 
 # ---------------------------------------------------------------- running one
 
+
 def run(mutant: Mutant, first_seed: int) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="tf-mutant-") as folder:
         for name in COPIED:
@@ -167,8 +200,10 @@ def run(mutant: Mutant, first_seed: int) -> Outcome:
                 shutil.copy(source, target)
         with open(os.path.join(folder, mutant.path), "w") as file:
             file.write(mutant.text)
-        stages = (("simulation", [sys.executable, "-c", SIMULATE.format(first=first_seed)], SIMULATE_S),
-                  ("tests", [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS], TESTS_S))
+        stages = (
+            ("simulation", [sys.executable, "-c", SIMULATE.format(first=first_seed)], SIMULATE_S),
+            ("tests", [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS], TESTS_S),
+        )
         env = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         for name, command, limit in stages:
             try:
@@ -197,10 +232,15 @@ def main(argv: list[str] | None = None) -> int:
             outcomes.append(outcome)
             print(f"{'killed  ' if outcome.killer else 'SURVIVED'} {outcome.name}   {outcome.killer}", flush=True)
     killed = sum(bool(o.killer) for o in outcomes)
-    result = {"mutants": len(outcomes), "killed": killed, "share": round(killed / max(1, len(outcomes)), 3),
-              "survivors": [o.name for o in outcomes if not o.killer]}
+    result = {
+        "mutants": len(outcomes),
+        "killed": killed,
+        "share": round(killed / max(1, len(outcomes)), 3),
+        "survivors": [o.name for o in outcomes if not o.killer],
+    }
     if args.json:
         import json
+
         with open(args.json, "w") as file:
             json.dump({**result, "outcomes": [o._asdict() for o in outcomes]}, file, indent=1)
     print_json(result)

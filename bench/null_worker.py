@@ -1,4 +1,5 @@
 """A worker process without a model, for `bench core`: real sockets, real batch preparation, a constant token."""
+
 from __future__ import annotations
 
 import sys
@@ -29,8 +30,10 @@ def serve(address: str, rows: int, max_len: int = 8192) -> None:
             state.apply(plan)
             batch = builder.build(plan)
             prepared = time.monotonic_ns()
-            column = builder.advance(batch, token[:len(batch.sample_rows)] if batch is not None else token[:0])
-            link.send(ModelRunnerOutput(plan.step, memoryview(column).cast("B"), received_ns=received, prepared_ns=prepared))
+            column = builder.advance(batch, token[: len(batch.sample_rows)] if batch is not None else token[:0])
+            link.send(
+                ModelRunnerOutput(plan.step, memoryview(column).cast("B"), received_ns=received, prepared_ns=prepared)
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """`bench seed`: sixteen requests with a shared system prompt, on this engine and on a fixed-slot baseline.
 
-Three engines, the same weights (random, the same seed), the same linear kernels, the same greedy tokens: the baseline of slot_engine.py in this
-process, then this engine's three processes with an ample pool and with 24 blocks. Each repeat runs all three in turn, with
-an empty prefix cache; figures are medians, and the ratios are what counts. Prints one JSON line per engine.
+Three engines, the same weights (random, the same seed), the same linear kernels, the same greedy tokens: the baseline
+of slot_engine.py in this process, then this engine's three processes with an ample pool and with 24 blocks. Each
+repeat runs all three in turn, with an empty prefix cache; figures are medians, and the ratios are what counts. Prints
+one JSON line per engine.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -44,9 +46,13 @@ async def run_once(llm: AsyncLLM, workload: Workload) -> tuple[list[list[int]], 
         raise RuntimeError(f"{after['num_blocks'] - after['num_free_blocks']} blocks are still held after the run")
     gain = {name: after[name] - before[name] for name in after if isinstance(after[name], int)}
     count = sum(map(len, tokens))
-    return list(tokens), {"output_tokens": count, "tok_s": count / wall, "steps": gain["num_steps"],
-                          "prefix_hit_rate": gain["num_hit_tokens"] / max(1, gain["num_queried_tokens"]),
-                          "preemptions": gain["num_preemptions"]}
+    return list(tokens), {
+        "output_tokens": count,
+        "tok_s": count / wall,
+        "steps": gain["num_steps"],
+        "prefix_hit_rate": gain["num_hit_tokens"] / max(1, gain["num_queried_tokens"]),
+        "preemptions": gain["num_preemptions"],
+    }
 
 
 async def measure(args: argparse.Namespace) -> int:
@@ -57,13 +63,20 @@ async def measure(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(SEED_MODEL_CONFIG, file)
-        options: dict[str, Any] = dict(load_format="dummy", seed=args.seed, dtype="float32", block_size=BLOCK_SIZE,
-                                       max_num_batched_tokens=BUDGET, log_level="warning",
-                                       attention_backend=args.attention_backend, async_scheduling=args.async_scheduling)
+        options: dict[str, Any] = dict(
+            load_format="dummy",
+            seed=args.seed,
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=BUDGET,
+            log_level="warning",
+            attention_backend=args.attention_backend,
+            async_scheduling=args.async_scheduling,
+        )
         try:
             for name, blocks in POOLS.items():
                 engines[name] = await AsyncLLM(folder, num_gpu_blocks_override=blocks, **options).start()
-            for repeat in range(args.repeat + 1):           # the first is warm-up
+            for repeat in range(args.repeat + 1):  # the first is warm-up
                 wanted, figures = baseline.generate(workload)
                 results = {"slots": figures}
                 for name, llm in engines.items():
@@ -81,16 +94,33 @@ async def measure(args: argparse.Namespace) -> int:
 
 def report(runs: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> int:
     slots = runs["slots"]
-    print(json.dumps({"engine": "fixed slots", "kv_slots": slots[0]["kv_slots"], "output_tokens": slots[0]["output_tokens"],
-                      "tok_s": round(median(r["tok_s"] for r in slots), 1), "steps": slots[0]["steps"]}))
+    print(
+        json.dumps(
+            {
+                "engine": "fixed slots",
+                "kv_slots": slots[0]["kv_slots"],
+                "output_tokens": slots[0]["output_tokens"],
+                "tok_s": round(median(r["tok_s"] for r in slots), 1),
+                "steps": slots[0]["steps"],
+            }
+        )
+    )
     for name, blocks in POOLS.items():
         mine = runs[name]
         ratio = median(r["tok_s"] / s["tok_s"] for r, s in zip(mine, slots))
-        line = {"engine": f"engine core, {name}", "kv_slots": blocks * BLOCK_SIZE, "num_blocks": blocks,
-                "output_tokens": mine[0]["output_tokens"], "tok_s": round(median(r["tok_s"] for r in mine), 1),
-                "steps": mine[0]["steps"], "prefix_hit_rate": round(mine[0]["prefix_hit_rate"], 3),
-                "preemptions": mine[0]["preemptions"], "ratio": round(ratio, 2), "target_ratio": TARGETS[name],
-                "repeats": args.repeat}
+        line = {
+            "engine": f"engine core, {name}",
+            "kv_slots": blocks * BLOCK_SIZE,
+            "num_blocks": blocks,
+            "output_tokens": mine[0]["output_tokens"],
+            "tok_s": round(median(r["tok_s"] for r in mine), 1),
+            "steps": mine[0]["steps"],
+            "prefix_hit_rate": round(mine[0]["prefix_hit_rate"], 3),
+            "preemptions": mine[0]["preemptions"],
+            "ratio": round(ratio, 2),
+            "target_ratio": TARGETS[name],
+            "repeats": args.repeat,
+        }
         if name == list(POOLS)[-1]:
             print_json(line)
         else:

@@ -5,6 +5,7 @@ Everything is drawn from one seed, and every failure names it. What is checked: 
 request's own history; every request ends once, with exactly the tokens it has alone; core and worker agree about the
 rows of every plan; budget, seats and all invariants hold after every step; idle means every block is free.
 """
+
 from __future__ import annotations
 
 import collections
@@ -20,12 +21,25 @@ from engine_core.core import EngineCore
 from ipc import codec
 from ipc.config import CacheConfig, SchedulerConfig
 from ipc.errors import FAULT, INVALID, OVERLOADED
-from ipc.messages import (EMPTY, FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Abort, AddRequest, Command,
-                          Finished, ModelRunnerOutput, SchedulerOutput, StepFailed, WorkerReady)
+from ipc.messages import (
+    EMPTY,
+    FINISH_ABORT,
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    Abort,
+    AddRequest,
+    Command,
+    Finished,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    StepFailed,
+    WorkerReady,
+)
 from ipc.sampling_params import SamplingParams
 
 VOCAB, EOS = 50, 7
-NOT_FINITE = -2                                 # what a slot means when its keys and values are NaN
+NOT_FINITE = -2  # what a slot means when its keys and values are NaN
 
 
 def pack(values: Any, dtype: type = np.int32) -> memoryview:
@@ -49,15 +63,16 @@ class SimulationError(AssertionError):
 @dataclasses.dataclass(slots=True)
 class Options:
     """Rates are per step. None: drawn from the seed."""
-    fault_rate: float = 0.0                     # a step raises; the worker may have written garbage by then
-    nan_rate: float = 0.0                       # a sampled row's values are not finite
-    loss_rate: float = 0.0                      # the worker and its pool are gone
-    restart_rate: float = 0.0                   # the core ends; a new one is told every live request again
-    late_rate: float = 0.0                      # an old or unknown result arrives again
+
+    fault_rate: float = 0.0  # a step raises; the worker may have written garbage by then
+    nan_rate: float = 0.0  # a sampled row's values are not finite
+    loss_rate: float = 0.0  # the worker and its pool are gone
+    restart_rate: float = 0.0  # the core ends; a new one is told every live request again
+    late_rate: float = 0.0  # an old or unknown result arrives again
     abort_rate: float = 0.02
     reset_rate: float = 0.01
-    gone_rate: float = 0.0                      # a frontend disappears
-    poison_rate: float = 0.0                    # share of requests whose steps always fail
+    gone_rate: float = 0.0  # a frontend disappears
+    poison_rate: float = 0.0  # share of requests whose steps always fail
     async_scheduling: bool | None = None
     enable_prefix_caching: bool | None = None
     preemption_mode: str | None = None
@@ -69,7 +84,7 @@ class Options:
 
 @dataclasses.dataclass(slots=True)
 class Statistics:
-    num_steps: int = 0                          # executed, failed ones included
+    num_steps: int = 0  # executed, failed ones included
     num_requests: int = 0
     num_preemptions: int = 0
     num_swapped_blocks: int = 0
@@ -94,8 +109,8 @@ class FaultyWorker(SimWorker):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.hit: set[int] = set()              # request ids whose newest slot is not finite, if this step samples it
-        self.tainted: set[int] = set()          # request ids that read or wrote NaN in this step
+        self.hit: set[int] = set()  # request ids whose newest slot is not finite, if this step samples it
+        self.tainted: set[int] = set()  # request ids that read or wrote NaN in this step
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self.tainted = set()
@@ -106,11 +121,11 @@ class FaultyWorker(SimWorker):
         tokens = unpack(result.tokens)
         bad = [i for i, row in enumerate(self.rows) if row.request_id in self.tainted and tokens[i] >= 0]
         for i in bad:
-            tokens[i] = -1                      # the row goes on with some token: plans in flight still compute it
+            tokens[i] = -1  # the row goes on with some token: plans in flight still compute it
         return ModelRunnerOutput(plan.step, pack(tokens), pack(bad) if bad else EMPTY)
 
     def _check(self, step: int, row: SimRow) -> None:
-        if self.hit:                            # rows are checked when all have written: spread to a fixed point
+        if self.hit:  # rows are checked when all have written: spread to a fixed point
             self._spread()
         if row.request_id in self.tainted or self._reads_nan(row):
             self.tainted.add(row.request_id)
@@ -153,12 +168,13 @@ class FaultyWorker(SimWorker):
 @dataclasses.dataclass(slots=True)
 class Sent:
     """A request as the frontends know it."""
+
     message: AddRequest
     prompt: list[int]
     tokens: list[int] = dataclasses.field(default_factory=list)
     end: Finished | None = None
     is_aborted: bool = False
-    is_gone: bool = False                       # its frontend has left: no outputs reach anyone
+    is_gone: bool = False  # its frontend has left: no outputs reach anyone
     is_poison: bool = False
 
 
@@ -177,28 +193,44 @@ class Simulation:
         self.budget = rng.choice([4, 8, 16, 64, 256])
         is_async = rng.random() < 0.6
         scheduler = SchedulerConfig(
-            max_num_seqs=rng.choice([1, 2, 5, 16]), max_num_batched_tokens=self.budget,
-            enable_chunked_prefill=rng.random() < 0.85, long_prefill_token_threshold=rng.choice([0, 0, 3, 8]),
-            policy=options.policy or rng.choice(["fcfs", "priority", "lpm"]), preemption_mode=mode,
-            priority_aging_steps=rng.choice([1, 10, 1000]), lpm_max_overtakes=rng.choice([1, 4]),
+            max_num_seqs=rng.choice([1, 2, 5, 16]),
+            max_num_batched_tokens=self.budget,
+            enable_chunked_prefill=rng.random() < 0.85,
+            long_prefill_token_threshold=rng.choice([0, 0, 3, 8]),
+            policy=options.policy or rng.choice(["fcfs", "priority", "lpm"]),
+            preemption_mode=mode,
+            priority_aging_steps=rng.choice([1, 10, 1000]),
+            lpm_max_overtakes=rng.choice([1, 4]),
             max_num_queued_reqs=rng.choice([0, 0, 8]) if options.bounded_queue else 0,
             max_num_queued_tokens=rng.choice([0, 0, 300]) if options.bounded_queue else 0,
-            async_scheduling=is_async if options.async_scheduling is None else options.async_scheduling)
+            async_scheduling=is_async if options.async_scheduling is None else options.async_scheduling,
+        )
         caching = rng.random() < 0.8
-        cache = CacheConfig(block_size=self.block_size, swap_space=1, enable_partial_reuse=rng.random() < 0.7,
-                            enable_prefix_caching=caching if options.enable_prefix_caching is None
-                            else options.enable_prefix_caching)
+        cache = CacheConfig(
+            block_size=self.block_size,
+            swap_space=1,
+            enable_partial_reuse=rng.random() < 0.7,
+            enable_prefix_caching=caching if options.enable_prefix_caching is None else options.enable_prefix_caching,
+        )
         self.sizes = (self.num_blocks, self.block_size, num_host, VOCAB)
         self.seats = min(scheduler.max_num_seqs, self.budget)
-        self.ready = WorkerReady(self.num_blocks, num_host, self.max_model_len, VOCAB, [EOS], "float32", "simulated",
-                                 swap_block_ns=rng.choice([0, 1_000, 1_000_000]))
+        self.ready = WorkerReady(
+            self.num_blocks,
+            num_host,
+            self.max_model_len,
+            VOCAB,
+            [EOS],
+            "float32",
+            "simulated",
+            swap_block_ns=rng.choice([0, 1_000, 1_000_000]),
+        )
         self.core = EngineCore(scheduler, cache, self.ready, b"k" * 32)
         self.config, self.cache = scheduler, cache
         self.worker = self.make_worker()
         self.in_flight: collections.deque[tuple[SchedulerOutput, list[int]]] = collections.deque()
         self.old_results: list[ModelRunnerOutput] = []
         self.sent: dict[int, Sent] = {}
-        self.may_error: set[int] = set()        # bad rows of the step that was hit
+        self.may_error: set[int] = set()  # bad rows of the step that was hit
         self.statistics = Statistics()
         self.num_requests = options.num_requests or rng.randint(5, 60)
         self.counter = 0
@@ -249,10 +281,10 @@ class Simulation:
             plan = core.plan()
             if plan is None:
                 break
-            self.in_flight.append((over_the_wire(plan), core.scheduler.rows.ids[:plan.num_rows].tolist()))
+            self.in_flight.append((over_the_wire(plan), core.scheduler.rows.ids[: plan.num_rows].tolist()))
             if rng.random() < 0.9:
                 core.plan_sent(0)
-        if self.sent and rng.random() < options.abort_rate:         # with plans in flight
+        if self.sent and rng.random() < options.abort_rate:  # with plans in flight
             self._abort(rng.choice(list(self.sent)))
         if rng.random() < options.loss_rate:
             self._lose_worker()
@@ -270,7 +302,7 @@ class Simulation:
         poisoned = [i for i in self._computing(plan, ids) if self.sent[i].is_poison]
         if poisoned or rng.random() < self.options.fault_rate:
             worker.fail(plan, rng)
-            self.in_flight.clear()              # the worker ignores them
+            self.in_flight.clear()  # the worker ignores them
             named = poisoned if rng.random() < 0.3 else []
             self.statistics.num_failed += 1
             core.abort_step(over_the_wire(StepFailed(plan.step, "boom", request_ids=named)))
@@ -279,7 +311,7 @@ class Simulation:
         if is_hit:
             worker.hit = set(rng.sample(ids, 1))
         result = worker.execute(plan)
-        result.device_ns = 100_000 + 3_000 * plan.num_rows      # what `auto` weighs
+        result.device_ns = 100_000 + 3_000 * plan.num_rows  # what `auto` weighs
         self._expect([row.request_id for row in worker.rows] == ids, f"step {plan.step}: rows differ")
         bad = unpack(result.bad_rows)
         self.statistics.num_bad_rows += len(bad)
@@ -302,18 +334,28 @@ class Simulation:
     # ------------------------------------------------------------ what happens from outside
 
     def _add(self) -> None:
-        rng = self.request_rng                  # so that the requests do not depend on how steps pass
+        rng = self.request_rng  # so that the requests do not depend on how steps pass
         number = rng.randrange(2)
         request_id = number << 40 | self.counter
         length = rng.randint(1, max(1, min(self.max_model_len - 1, self.num_blocks * self.block_size, 60)))
-        prompt = (self.shared[:rng.randint(0, length)] + [rng.randrange(VOCAB) for _ in range(length)])[:length]
+        prompt = (self.shared[: rng.randint(0, length)] + [rng.randrange(VOCAB) for _ in range(length)])[:length]
         max_tokens = rng.choice([None, 1, 2, 10, 30])
         min_tokens = rng.choice([0, 0, 3])
-        params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens if max_tokens is None
-                                else min(min_tokens, max_tokens), ignore_eos=rng.random() < 0.5, seed=1,
-                                stop_token_ids=rng.choice([[], [3], [3, 9]]))
-        message = AddRequest(request_id, pack(prompt), params, priority=rng.randint(0, 2),
-                             num_choices=rng.choice([1, 1, 1, 3]), cache_salt=rng.choice(["", "", "a"]))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
+            ignore_eos=rng.random() < 0.5,
+            seed=1,
+            stop_token_ids=rng.choice([[], [3], [3, 9]]),
+        )
+        message = AddRequest(
+            request_id,
+            pack(prompt),
+            params,
+            priority=rng.randint(0, 2),
+            num_choices=rng.choice([1, 1, 1, 3]),
+            cache_salt=rng.choice(["", "", "a"]),
+        )
         is_poison = rng.random() < self.options.poison_rate
         for choice in range(message.num_choices):
             self.sent[request_id + choice] = Sent(message, prompt, is_poison=is_poison)
@@ -352,8 +394,8 @@ class Simulation:
         self.core.worker_lost()
 
     def _restart_core(self) -> None:
-        """The core ends with whatever it had not told. Its successor shares the worker, whose rows are dropped and whose
-        pool means nothing to it, and is told every live request as prompt + tokens received."""
+        """The core ends with whatever it had not told. Its successor shares the worker, whose rows are dropped and
+        whose pool means nothing to it, and is told every live request as prompt + tokens received."""
         old = self.core
         self.statistics.num_restarts += 1
         self.statistics.num_preemptions += old.scheduler.stats.num_preemptions
@@ -365,23 +407,34 @@ class Simulation:
         for request_id, sent in self.sent.items():
             if sent.end is not None or sent.is_gone:
                 continue
-            if sent.is_aborted:                 # nobody waits for it any more
+            if sent.is_aborted:  # nobody waits for it any more
                 sent.end = Finished(request_id, FINISH_ABORT)
                 continue
-            self.core.handle(request_id >> 40, over_the_wire(msgspec.structs.replace(
-                sent.message, request_id=request_id, choice=sent.message.choice + request_id - sent.message.request_id,
-                num_choices=1, output_token_ids=pack(sent.tokens), is_replay=True)))
+            self.core.handle(
+                request_id >> 40,
+                over_the_wire(
+                    msgspec.structs.replace(
+                        sent.message,
+                        request_id=request_id,
+                        choice=sent.message.choice + request_id - sent.message.request_id,
+                        num_choices=1,
+                        output_token_ids=pack(sent.tokens),
+                        is_replay=True,
+                    )
+                ),
+            )
 
     # ------------------------------------------------------------ what the frontends see
 
     def _take_outputs(self) -> None:
         for number, outputs in self.core.take_outputs(0):
             if self.rng.random() < 0.1:
-                continue                        # this frontend cannot take more now: it stays pending
+                continue  # this frontend cannot take more now: it stays pending
             outputs = over_the_wire(outputs)
             self.core.outbox.sent(number)
-            for request_id, index, token in zip(unpack(outputs.request_ids, np.int64), unpack(outputs.output_index),
-                                                unpack(outputs.tokens)):
+            for request_id, index, token in zip(
+                unpack(outputs.request_ids, np.int64), unpack(outputs.output_index), unpack(outputs.tokens)
+            ):
                 sent = self.sent[request_id]
                 self._expect(sent.end is None, f"{request_id}: a token after its end")
                 self._expect(not sent.is_gone, f"{request_id}: a token for a frontend that left")
@@ -393,7 +446,7 @@ class Simulation:
 
     def _check_end(self) -> None:
         core = self.core
-        for _ in range(100):                    # a frontend that was busy
+        for _ in range(100):  # a frontend that was busy
             self._take_outputs()
         core.handle(0, Command(2, "check"))
         self._expect(core.scheduler.blocks.num_free == self.num_blocks, "idle, and blocks are not free")
@@ -416,20 +469,34 @@ class Simulation:
         if end.reason == FINISH_ERROR:
             if end.error_code in (INVALID, OVERLOADED):
                 bounded = self.config.max_num_queued_reqs or self.config.max_num_queued_tokens
-                self._expect(bounded if end.error_code == OVERLOADED else not self.config.enable_chunked_prefill
-                             and len(prompt) > self.budget, f"{request_id} refused: {end.message}")
+                self._expect(
+                    bounded
+                    if end.error_code == OVERLOADED
+                    else not self.config.enable_chunked_prefill and len(prompt) > self.budget,
+                    f"{request_id} refused: {end.message}",
+                )
                 self._expect(not sent.tokens, told)
                 return
-            self._expect(end.error_code == FAULT and (self.options.fault_rate + self.options.loss_rate > 0
-                                                      or sent.is_poison or request_id in self.may_error), told)
-            self._expect(sent.tokens == expected[:len(sent.tokens)], told)
+            self._expect(
+                end.error_code == FAULT
+                and (
+                    self.options.fault_rate + self.options.loss_rate > 0
+                    or sent.is_poison
+                    or request_id in self.may_error
+                ),
+                told,
+            )
+            self._expect(sent.tokens == expected[: len(sent.tokens)], told)
         elif end.reason == FINISH_ABORT:
-            self._expect(sent.is_aborted and sent.tokens == expected[:len(sent.tokens)], told)
+            self._expect(sent.is_aborted and sent.tokens == expected[: len(sent.tokens)], told)
         else:
             self._expect(sent.tokens == expected and not sent.is_poison, told)
             is_stopped = sent.tokens[-1] in stops and len(sent.tokens) >= params.min_tokens
-            self._expect((end.reason, end.stop_token_id) == ((FINISH_STOP, sent.tokens[-1]) if is_stopped
-                                                             else (FINISH_LENGTH, -1)), told)
+            self._expect(
+                (end.reason, end.stop_token_id)
+                == ((FINISH_STOP, sent.tokens[-1]) if is_stopped else (FINISH_LENGTH, -1)),
+                told,
+            )
 
 
 def simulate(seed: int, options: Options | None = None) -> Statistics:

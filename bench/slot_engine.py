@@ -273,8 +273,8 @@ def measure_slot_decode(model: FlatModel, batch: int, context: int, num_steps: i
 def load_seed_model(seed: int = 0, compiled_linears: bool = False) -> FlatModel:
     """The test model of `bench seed` with random weights: the same for the same seed.
 
-    compiled_linears: its linear layers are the worker's compiled float32 kernels, so that a comparison with the engine on
-    such a machine compares engines and not matmuls.
+    compiled_linears: its linear layers are the worker's compiled float32 kernels, so that a comparison with the engine
+    compares engines and not matmuls.
     """
     config = from_hf_config(SEED_MODEL_CONFIG, "bench seed model")
     model = load_model(ModelFiles("dummy", "", config, "bench-seed"), dtype="float32", device="cpu", seed=seed)

@@ -21,6 +21,7 @@ from typing import Any
 
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import EngineClient
+from frontend.grammar_check import GrammarChecker
 from frontend.outputs import OutputKind, PoolingOutput, PoolingRequestOutput, RequestOutput
 from frontend.request_stream import Choice, RequestStream
 from frontend.timeline import Timeline
@@ -55,6 +56,7 @@ class AsyncLLM:
         self._client: EngineClient | None = None
         self._watch: asyncio.Task[None] | None = None
         self._names = itertools.count()
+        self._grammars = GrammarChecker()
         self._resumed = asyncio.Event()         # clear: new requests wait
         self._resumed.set()
         self.created = int(time.time())
@@ -163,6 +165,7 @@ class AsyncLLM:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
             self._watch = None
+        await self._grammars.close()
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -206,6 +209,8 @@ class AsyncLLM:
         if params.bad_words:
             params = params.replace(bad_words_token_ids=self._bad_word_tokens(params))
         params.check_for_model(self.vocab_size)
+        if params.structured_outputs is not None:
+            await self._grammars.check(params.structured_outputs)
         stream = RequestStream(request_id or f"request-{next(self._names)}", text, tokens, params, output_kind)
         wire = params.replace(n=1, stop=[], bad_words=[]) if params.stop or params.bad_words or params.n > 1 else params
         stream.choices = [Choice(stream, number, index, self.tokenizer)

@@ -1,8 +1,9 @@
 """Prometheus metrics of one frontend and its engine, in the names that dashboards for vLLM know.
 
-One registry in one process: the engine's totals arrive as messages. Request times are observed when a request ends, step
-times when a page is read. Knows no HTTP.
+One registry in one process: the engine's totals arrive as messages. Request times are observed when a request ends,
+step times when a page is read. Knows no HTTP.
 """
+
 from __future__ import annotations
 
 import time
@@ -20,9 +21,32 @@ if TYPE_CHECKING:
     from frontend.async_llm import AsyncLLM
     from frontend.request_stream import RequestStream
 
-TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-ITL = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-LATENCY = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -33,13 +57,13 @@ class Metrics:
         self.prefix, self.model_name = prefix, model_name
         self.registry = CollectorRegistry(auto_describe=False)
         self._families: list[Metric] = []
-        self.registry.register(self)            # type: ignore[arg-type]
+        self.registry.register(self)  # type: ignore[arg-type]
         self.finished: dict[str, int] = {}
         self.num_prompt_tokens = self.num_generation_tokens = 0
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
-            return made.labels(model_name)      # type: ignore[return-value]
+            return made.labels(model_name)  # type: ignore[return-value]
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT)
         self._tpot = histogram("request_time_per_output_token_seconds", "(end - first token) / (tokens - 1).", ITL)
@@ -103,7 +127,9 @@ class Metrics:
 
         yield counter("prompt_tokens", "Prompt tokens of ended requests.", self.num_prompt_tokens)
         yield counter("generation_tokens", "Output tokens of ended requests.", self.num_generation_tokens)
-        success = CounterMetricFamily(f"{self.prefix}:request_success", "Ended requests.", labels=[*labels, "finished_reason"])
+        success = CounterMetricFamily(
+            f"{self.prefix}:request_success", "Ended requests.", labels=[*labels, "finished_reason"]
+        )
         for reason, count in sorted(self.finished.items()):
             success.add_metric([*values, reason], count)
         yield success
@@ -112,21 +138,37 @@ class Metrics:
         blocks = stats["num_blocks"]
         yield gauge("num_requests_running", "Requests in the running batch.", stats["num_running"])
         yield gauge("num_requests_waiting", "Requests in the queue.", stats["num_waiting"])
-        yield gauge("kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", 1 - stats["num_free_blocks"] / max(1, blocks))
+        yield gauge(
+            "kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", 1 - stats["num_free_blocks"] / max(1, blocks)
+        )
         yield counter("prefix_cache_queries", "Tokens looked up at first admission.", stats["num_queried_tokens"])
         yield counter("prefix_cache_hits", "Of those, found.", stats["num_hit_tokens"])
         yield counter("num_preemptions", "Preemptions.", stats["num_preemptions"])
-        for name, key in (("computed", "num_computed_tokens"), ("wasted", "num_wasted_tokens"),
-                          ("recomputed", "num_recomputed_tokens"), ("copied", "num_copied_tokens")):
+        for name, key in (
+            ("computed", "num_computed_tokens"),
+            ("wasted", "num_wasted_tokens"),
+            ("recomputed", "num_recomputed_tokens"),
+            ("copied", "num_copied_tokens"),
+        ):
             yield counter(f"tokens_{name}", f"Tokens {name}.", stats[key])
         yield counter("failed_steps", "Steps that failed and were undone.", stats["num_failed_steps"])
         report = analyse(llm.timeline.window(time.monotonic_ns() - 60_000_000_000))
-        yield gauge("step_schedule_seconds", "Scheduler time per step, median of the last minute.",
-                    report.scheduler_us.get("p50", 0.0) / 1e6)
-        yield gauge("step_execute_seconds", "Device time per step, median of the last minute.",
-                    report.device_ms.get("p50", 0.0) / 1e3)
-        yield gauge("device_busy_ratio", "Share of the last minute's steps in which the device computed.", report.device_busy)
-        idle = GaugeMetricFamily(f"{self.prefix}:device_idle_ratio", "Share in which it waited, by cause.", labels=[*labels, "cause"])
+        yield gauge(
+            "step_schedule_seconds",
+            "Scheduler time per step, median of the last minute.",
+            report.scheduler_us.get("p50", 0.0) / 1e6,
+        )
+        yield gauge(
+            "step_execute_seconds",
+            "Device time per step, median of the last minute.",
+            report.device_ms.get("p50", 0.0) / 1e3,
+        )
+        yield gauge(
+            "device_busy_ratio", "Share of the last minute's steps in which the device computed.", report.device_busy
+        )
+        idle = GaugeMetricFamily(
+            f"{self.prefix}:device_idle_ratio", "Share in which it waited, by cause.", labels=[*labels, "cause"]
+        )
         for cause, share in report.idle.items():
             idle.add_metric([*values, cause], share)
         yield idle

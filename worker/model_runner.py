@@ -5,18 +5,22 @@ means the step failed; the caller reports it and executes nothing more until a p
 """
 from __future__ import annotations
 
+import functools
 import time
 
 import numpy as np
 import torch
 
 from ipc.messages import EMPTY, ModelRunnerOutput, SchedulerOutput
+from ipc.model_source import ModelFiles
 from worker.attention.base import AttentionBackend
 from worker.batch import BatchBuilder
 from worker.kv_pool import HostPool, KVPool, apply_block_ops
 from worker.models.flat_model import FlatModel
 from worker.request_state import RequestState
-from worker.sampling.step import StepResult, StepSampler
+from worker.sampling.grammar import Grammars
+from worker.sampling.grammar_vocabulary import load_vocabulary
+from worker.sampling.step import NO_ROWS, StepResult, StepSampler
 
 
 class ModelRunner:
@@ -24,12 +28,13 @@ class ModelRunner:
 
     def __init__(self, model: FlatModel, backend: AttentionBackend, pool: KVPool, num_host_blocks: int, *, seats: int,
                  max_tokens: int, max_model_len: int, eos_token_ids: list[int], device: str = "cpu",
-                 num_valid_tokens: int | None = None) -> None:
+                 num_valid_tokens: int | None = None, files: ModelFiles | None = None) -> None:
         self.model, self.backend, self.pool, self.device = model, backend, pool, device
         self.host = HostPool(pool, num_host_blocks)
         self.state = RequestState(seats, max_model_len, pool.block_size)
         self.builder = BatchBuilder(self.state, max_tokens, device)
         self.sampler = StepSampler(self.state, model.compute_logits, eos_token_ids, num_valid_tokens)
+        self.grammars = Grammars(functools.partial(load_vocabulary, files, model.config.vocab_size, eos_token_ids))
         self.needs_reset = False                # a step failed; wait for the plan that says so
 
     @torch.inference_mode()
@@ -41,17 +46,22 @@ class ModelRunner:
         self.state.apply(plan)
         batch = self.builder.build(plan)
         prepared_ns = launched_ns = done_ns = time.monotonic_ns()
-        result = StepResult()
+        result, ended_rows = StepResult(), NO_ROWS
         if batch is not None:
+            state = self.state
+            grammars = self.grammars.begin(state, batch.sample_rows) if state.num_with_options else None
             hidden = self.model(batch.input_ids, batch.positions, self.pool.caches, batch.meta, self.backend)
             launched_ns = time.monotonic_ns()
+            self.sampler.mask = grammars.mask if grammars is not None else None
             result = self.sampler.run(batch, hidden)
+            if grammars is not None:
+                ended_rows = grammars.accept(batch.sample_rows, result.tokens)
             done_ns = time.monotonic_ns()
         column = self.builder.advance(batch, result.tokens)
         return ModelRunnerOutput(plan.step, np.ascontiguousarray(column, np.int32).data.cast("B"),
                                  result.bad_rows.data.cast("B") if result.bad_rows.size else EMPTY, received_ns,
                                  prepared_ns, launched_ns, done_ns, done_ns - prepared_ns, result.logprobs,
-                                 result.prompt_logprobs, result.pooled, failed=result.failed)
+                                 result.prompt_logprobs, result.pooled, ended_rows.data.cast("B") if ended_rows.size else EMPTY, result.failed)
 
 
 def _pairs(column: memoryview) -> np.ndarray:

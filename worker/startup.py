@@ -124,7 +124,7 @@ def build_runner(config: WorkerProcess, starting: Starting,
     starting.begin("size the KV pool")
     if choice is None:
         backend_name, reason = resolve_backend(config.attention_backend, device)
-        backend = get_backend(backend_name)
+        backend = get_backend(backend_name, device)
         if config.cache.kv_cache_dtype != "auto":
             dtype = DTYPES[config.cache.kv_cache_dtype]
     else:
@@ -136,7 +136,7 @@ def build_runner(config: WorkerProcess, starting: Starting,
         raise ConfigError(f"--max-model-len is {max_model_len}; the model's limit is {limit}")
     cache, size = config.cache, config.cache.block_size
     seats = min(config.max_num_seqs, config.max_num_batched_tokens)
-    kv_spec = model.kv_spec()
+    kv_spec: tuple[int, int, int] = model.kv_spec()
     block_bytes = build.block_bytes(kv_spec, size, dtype) if choice else kv_bytes_per_block(*kv_spec, size, dtype)
     useful = seats * -(-max_model_len // size)
     if cache.num_gpu_blocks_override is not None:
@@ -163,7 +163,7 @@ def build_runner(config: WorkerProcess, starting: Starting,
     starting.end(text)
     runner = ModelRunner(model, backend, pool, num_host_blocks, seats=seats, max_tokens=config.max_num_batched_tokens,
                          max_model_len=max_model_len, eos_token_ids=model_config.eos_token_ids, device=device,
-                         num_valid_tokens=num_valid_tokens(config.model.files))
+                         num_valid_tokens=num_valid_tokens(config.model.files), files=config.model.files)
     if device == "cpu":
         jit_threads.set_num_threads(threads)
         jit_threads.warm_up(model_config.vocab_size)

@@ -1,8 +1,9 @@
 """`python launch.py profile`: where the time goes, scheduler against device, per process.
 
-Attaches to a running server (--url) and watches it for some seconds, or starts an engine and runs a small load on it. Needs
-no preparation of the server: the records are always on.
+Attaches to a running server (--url) and watches it for some seconds, or starts an engine and runs a small load on it.
+Needs no preparation of the server: the records are always on.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -46,8 +47,10 @@ def attach(argv: list[str]) -> int:
     time.sleep(args.seconds)
     report = get("report")
     was = {p["pid"]: p["cpu_s"] for p in before}
-    shares = {f"{p['role']} ({p['pid']})": (p["cpu_s"] - was.get(p["pid"], p["cpu_s"])) / args.seconds
-              for p in report.pop("processes")}
+    shares = {
+        f"{p['role']} ({p['pid']})": (p["cpu_s"] - was.get(p["pid"], p["cpu_s"])) / args.seconds
+        for p in report.pop("processes")
+    }
     if args.trace:
         with open(args.trace, "w") as file:
             json.dump(get("trace"), file)
@@ -72,6 +75,7 @@ def own_load(argv: list[str]) -> int:
 
 async def _run(model: str, options: dict[str, Any], own: dict[str, int], trace: str | None) -> int:
     from frontend import AsyncLLM, SamplingParams
+
     async with AsyncLLM(model, **options) as llm:
         seats = asyncio.Semaphore(own["concurrency"])
         params = SamplingParams(temperature=0.0, max_tokens=own["output_tokens"], ignore_eos=True)
@@ -82,7 +86,7 @@ async def _run(model: str, options: dict[str, Any], own: dict[str, int], trace: 
                 async for _ in llm.generate(prompt, params, output_kind="delta"):
                     pass
 
-        await one(0)                            # warm-up
+        await one(0)  # warm-up
         begin = time.monotonic_ns()
         await asyncio.gather(*(one(i + 1) for i in range(own["requests"])))
         rows = llm.timeline.window(begin)
@@ -98,11 +102,15 @@ def show(report: dict[str, Any], cpu: dict[str, float]) -> None:
     if not report["num_steps"] or not report["stages"]:
         print(report["verdict"])
         return
-    print(f"{report['num_steps']} steps in {report['seconds']:.2f} s, {report['tokens_per_s']:.0f} tokens/s, "
-          f"{report['tokens_per_step']:.1f} tokens and {report['rows_per_step']:.1f} requests a step\n")
+    print(
+        f"{report['num_steps']} steps in {report['seconds']:.2f} s, {report['tokens_per_s']:.0f} tokens/s, "
+        f"{report['tokens_per_step']:.1f} tokens and {report['rows_per_step']:.1f} requests a step\n"
+    )
     print(f"scheduler {report['scheduler_us']['p50']:8.0f} us a step (p99 {report['scheduler_us']['p99']:.0f})")
-    print(f"device    {report['device_ms']['p50']:8.2f} ms a step (p99 {report['device_ms']['p99']:.2f}), "
-          f"busy {report['device_busy']:.0%}\n")
+    print(
+        f"device    {report['device_ms']['p50']:8.2f} ms a step (p99 {report['device_ms']['p99']:.2f}), "
+        f"busy {report['device_busy']:.0%}\n"
+    )
     print(f"{'stage':14}{'p50 us':>10}{'p99 us':>10}{'share':>8}")
     for name, stage in report["stages"].items():
         print(f"{name:14}{stage['p50']:>10.0f}{stage['p99']:>10.0f}{stage['share']:>8.1%}")

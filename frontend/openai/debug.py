@@ -1,4 +1,5 @@
-"""GET /debug/timeline: the last steps of all processes, summarised or as a trace file. GET /metrics: Prometheus text."""
+"""GET /debug/timeline: the last steps of all processes, as a summary or a trace. GET /metrics: Prometheus text."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -34,8 +35,10 @@ def debug_rows(llm: AsyncLLM, metrics: Metrics) -> list[Row]:
     async def get_metrics(exchange: Exchange, _: EngineLike) -> None:
         await exchange.reply(200, await metrics.text(llm), content_type=b"text/plain; version=0.0.4; charset=utf-8")
 
-    return [Row(("GET",), "/debug/timeline", get_timeline, "where the time of the last steps went"),
-            Row(("GET",), "/metrics", get_metrics, "Prometheus metrics", Access.KEY)]
+    return [
+        Row(("GET",), "/debug/timeline", get_timeline, "where the time of the last steps went"),
+        Row(("GET",), "/metrics", get_metrics, "Prometheus metrics", Access.KEY),
+    ]
 
 
 def _number(text: str) -> float:
@@ -59,17 +62,19 @@ def processes() -> list[dict[str, object]]:
                 words = file.read().split(b"\0")
             with open(f"/proc/{pid}/statm") as file:
                 resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:                         # it has just ended
+        except OSError:  # it has just ended
             continue
         module = next((w for w in words if w.endswith(b".main")), b"")
         if module:
             cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            found.append({"role": module.decode().removesuffix(".main"), "pid": pid, "cpu_s": cpu, "rss_bytes": resident})
+            found.append(
+                {"role": module.decode().removesuffix(".main"), "pid": pid, "cpu_s": cpu, "rss_bytes": resident}
+            )
     return found
 
 
 def _siblings(parent: int) -> list[int]:
-    read: Callable[[str], str] = lambda path: open(path).read()     # noqa: E731
+    read: Callable[[str], str] = lambda path: open(path).read()  # noqa: E731
     try:
         return [int(pid) for pid in read(f"/proc/{parent}/task/{parent}/children").split()]
     except OSError:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-# Registers a thread. A multiprocessor has 65536: programs of 128 threads fit three times at 168, those of 256 once at 255.
+# Registers a thread. Of the 65536 of a multiprocessor, 168 x 128 threads fit three times and 255 x 256 threads once.
 MAX_REGISTERS = {
     "paged_attention": 255,
     "combine_splits": 128,

@@ -17,6 +17,7 @@ from ipc.errors import FAULT, INVALID
 from ipc.messages import RowFailure, RowLogprobs, RowPooled
 from worker.batch import Batch
 from worker.request_state import RequestState
+from worker.sampling.jit_threads import RowKernels
 from worker.sampling.logprobs import Logprobs, compute_logprobs
 from worker.sampling.row_options import RowOptions
 from worker.sampling.sampler import Sampler, SamplingColumns
@@ -38,7 +39,7 @@ class StepResult:
 
 
 # A further mask over the logits [L, V] of these rows, in place, before the draw: the grammars'.
-Mask = Callable[[Tensor, np.ndarray], None]
+Mask = Callable[[Tensor, np.ndarray, RowKernels | None], None]
 
 
 class StepSampler:
@@ -48,7 +49,7 @@ class StepSampler:
                  num_valid_tokens: int | None = None) -> None:
         self.state, self.compute_logits, self.eos_token_ids = state, compute_logits, eos_token_ids
         self.sampler = Sampler(num_valid_tokens)
-        self.mask: Mask | None = None
+        self.mask: Mask | None = None           # of the step
 
     def run(self, batch: Batch, hidden: Tensor) -> StepResult:
         """hidden [N, E] of the step."""
@@ -88,14 +89,14 @@ class StepSampler:
         masked_rows, masked_ids = state.masked_tokens(rows, self.eos_token_ids)
         raw: dict[int, Tensor] = {}
         if entries:
-            changed = set(masked_rows.tolist()) if self.mask is None else set(range(rows.size))
+            changed = set(masked_rows.tolist())
             raw = {i: logits[i].clone() for i, o in entries
                    if o.num_logprobs >= 0 and (o.changes_logits or i in changed)}
             more_rows, more_ids = apply_stages(logits, state, rows, entries, self.sampler.kernels)
             masked_rows = np.concatenate([masked_rows, np.array(more_rows, np.int64)])
             masked_ids = np.concatenate([masked_ids, np.array(more_ids, np.int64)])
         if self.mask is not None:
-            self.mask(logits, rows)
+            self.mask(logits, rows, self.sampler.kernels)
         sampled = self.sampler.sample(logits, SamplingColumns(
             temperature=state.temperature[rows], top_k=state.top_k[rows], top_p=state.top_p[rows],
             min_p=state.min_p[rows], seed=state.seed[rows], child=state.choice[rows],
@@ -115,8 +116,8 @@ class StepSampler:
         may_be_empty = {i for i, o in entries if o.changes_logits} | set(masked_rows.tolist())
         for i in empty.nonzero()[0].tolist():
             if i in may_be_empty and i not in failures:
-                failures[i] = INVALID, ("no token is left to sample: allowed_token_ids, bad_words, logit_bias and "
-                                        "min_tokens together exclude all; loosen one of them")
+                failures[i] = INVALID, ("no token is left to sample: allowed_token_ids, bad_words, logit_bias, "
+                                        "min_tokens and structured_outputs together exclude all; loosen one of them")
         is_failed = np.zeros(rows.size, bool)
         is_failed[list(failures)] = True
         result.failed += [RowFailure(int(rows[i]), *failure) for i, failure in failures.items()]

@@ -1,0 +1,116 @@
+"""Grammars are tried out in a process that may be killed; whatever they do to it, the answer is one refusal."""
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from frontend.grammar_check import GrammarChecker
+from ipc.errors import RequestError
+from ipc.structured_outputs import StructuredOutputs
+
+GOOD: list[dict[str, Any]] = [
+    dict(json='{"type": "object", "properties": {"a": {"type": "integer"}}}'), dict(json_object=True),
+    dict(regex="[a-z]+/[0-9]{1,3}"), dict(choice=["yes", "no"]), dict(grammar='start: "a" | "b"'),
+    dict(grammar='root ::= "a" [0-9]+'),
+    dict(structural_tag=json.dumps({"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}))]
+BAD: list[tuple[dict[str, Any], str]] = [
+    (dict(json="{"), "JSON"), (dict(json="[1]"), "object"), (dict(json='{"type": "array", "uniqueItems": true}'),
+                                                             "uniqueItems"),
+    (dict(json='{"$ref": "#/nowhere"}'), ""), (dict(json='{"$ref": "https://example.com/schema"}'), ""),
+    (dict(json='{"type": "what"}'), ""), (dict(json='{"type": "string", "pattern": "(?=a)b"}'), ""),
+    (dict(regex="["), "regex"), (dict(regex="(a)\\1"), ""), (dict(grammar="start: missing"), "missing"),
+    (dict(grammar="nothing of the kind"), ""), (dict(grammar='start: "a'), ""), (dict(structural_tag="1"), "structural"),
+    (dict(structural_tag='{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}'), "trigger")]
+CLASSES = "".join(f"[{chr(97 + i % 26)}-z{i}]{{1,400}}.*" for i in range(60))
+HOSTILE: list[dict[str, Any]] = [
+    dict(regex="(" + "|".join(f".*{i}.*{i + 1}.*" for i in range(3000)) + ")"),
+    dict(regex="(.*a){1,1000}(.*b){1,1000}(a|b)*a(a|b){900}"), dict(regex=CLASSES),
+    dict(grammar="start: " + " ".join("a" for _ in range(20000)) + '\na: "x" | "y" a'),
+    dict(grammar="\n".join([f"r{i}: r{i + 1} r{i + 1}" for i in range(40)] + ["start: r0", 'r40: "a" | ""'])),
+    dict(json=json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": f"^(.*{i}){{40}}$"}
+                                                           for i in range(1500)}})),
+    dict(json=json.dumps({"enum": [f"{i}" * 40 for i in range(1000)], "minLength": 10})),
+    dict(json=json.dumps({"type": "string", "minLength": 10 ** 9})),
+    dict(regex="((a{0,1000}){0,1000}){0,1000}b"), dict(regex=r"\p{L}{1,1000}\p{N}{1,1000}[^\p{L}]{1,1000}x")]
+
+
+def run(task: Callable[[GrammarChecker], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        checker = GrammarChecker()
+        try:
+            await task(checker)
+        finally:
+            await checker.close()
+    asyncio.run(whole())
+
+
+def test_sound_grammars_pass_and_broken_ones_are_refused_with_a_reason():
+    async def task(checker: GrammarChecker) -> None:
+        for form in GOOD:
+            await checker.check(StructuredOutputs(**form))
+        process = checker._process
+        for form, words in BAD:
+            with pytest.raises(RequestError, match=words or ".") as found:
+                await checker.check(StructuredOutputs(**form))
+            assert found.value.param == "structured_outputs" and len(str(found.value)) < 700
+        assert checker._process is process and process is not None and process.returncode is None
+    run(task)
+
+
+def test_hostile_grammars_end_at_most_their_helper():
+    """Whether the library copes or the helper dies: an answer comes soon, and the next grammar is checked as ever."""
+    async def task(checker: GrammarChecker) -> None:
+        for form in HOSTILE:
+            await checker.check(StructuredOutputs(choice=["warm"]))
+            began = time.monotonic()
+            try:
+                await checker.check(StructuredOutputs(**form))
+            except RequestError as error:
+                assert str(error)
+            assert time.monotonic() - began < 30.0
+        await checker.check(StructuredOutputs(regex="fine"))
+    run(task)
+
+
+def test_a_helper_that_is_killed_is_replaced():
+    async def task(checker: GrammarChecker) -> None:
+        await checker.check(StructuredOutputs(regex="a"))
+        assert checker._process is not None
+        checker._process.kill()
+        await checker._process.wait()
+        await checker.check(StructuredOutputs(regex="b"))
+    run(task)
+
+
+def test_answers_are_remembered_also_refusals():
+    async def task(checker: GrammarChecker) -> None:
+        for _ in range(2):
+            with pytest.raises(RequestError):
+                await checker.check(StructuredOutputs(regex="["))
+            await checker.close()               # the second answer needs no helper
+    run(task)
+
+
+def test_a_helper_that_takes_too_long_is_killed(monkeypatch):
+    async def task(checker: GrammarChecker) -> None:
+        await checker.check(StructuredOutputs(regex="a"))
+        monkeypatch.setattr("frontend.grammar_check.LATE_S", 0.0)
+        with pytest.raises(RequestError, match="2 s or 64 MB"):
+            await checker.check(StructuredOutputs(regex="b"))
+        assert checker._process is None
+    run(task)
+
+
+@pytest.mark.parametrize("form, words", [
+    ({}, "exactly one"), (dict(json="{}", regex="a"), "exactly one"), (dict(regex=""), "empty"),
+    (dict(choice=[]), "1 to"), (dict(choice=["a", ""]), "none empty"), (dict(regex="(" * 65), "nests 65"),
+    (dict(json="{" * 200), "nests"), (dict(grammar="x" * 200_000), "characters"), (dict(regex="\ud800"), "surrogate"),
+    (dict(choice=["a"] * 2000), "2000"), (dict(regex="a\0"), "NUL"), (dict(json_object=False), "exactly one")])
+def test_sizes_and_kinds_are_checked_before_anything_runs(form, words):
+    with pytest.raises(RequestError, match=words):
+        StructuredOutputs(**form)
