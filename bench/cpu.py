@@ -108,7 +108,11 @@ class Bench:
         model, step, result = self.model, self.model.workspace.step, {}
         for name, codes in STAGES.items():
             part = model.operations(codes)
-            result[name] = 1e3 * best_s(lambda part=part: model.team.run(part.ctypes.data, len(part), step), repeats)
+
+            def run(part: np.ndarray = part) -> None:
+                model.team.run(part.ctypes.data, len(part), step)
+
+            result[name] = 1e3 * best_s(run, repeats)
         hidden = torch.randn(rows, model.config.hidden_size)
         result["head"] = 1e3 * best_s(lambda: model.compute_logits(hidden), repeats)
         return {name: round(value, 3) for name, value in result.items()}
@@ -202,7 +206,7 @@ def main(argv: list[str]) -> int:
     for quantization in args.quantization:
         mode = (GGUF_MODES if is_gguf else OTHER_MODES)[quantization]
         source: WeightSource
-        if is_gguf:
+        if is_gguf or flat is None:
             family = get_model_class(files.config.architecture)
             source = GGUFSource(family(files.config, dtype=torch.float32, device="meta"), files.path, mode)
         else:
@@ -217,8 +221,8 @@ def main(argv: list[str]) -> int:
             entry["weights"] = describe(model.linears)
             print(f"{name}: {entry['weights']}")
         for case in ("decode 1", "decode 8", "decode 32", "prefill 256"):
-            shown = {key: value for key, value in entry[case].items() if key != "stages_ms"}
-            print(f"  {name:14} {case:12} {shown} {entry[case].get('stages_ms', '')}", flush=True)
+            figures = {key: value for key, value in entry[case].items() if key != "stages_ms"}
+            print(f"  {name:14} {case:12} {figures} {entry[case].get('stages_ms', '')}", flush=True)
         if args.growth and name == args.quantization[0]:
             entry["growth"] = growth(bench, limits)
             for kind, rows in entry["growth"].items():

@@ -31,6 +31,12 @@ class BlockHasher:
             h.update(struct.pack("<II", len(name), len(value)) + name.encode() + value)
         return h.digest()
 
+    def next(self, parent: bytes, tokens: bytes) -> bytes:
+        """The key of one full block after `parent`."""
+        h = self._base.copy()
+        h.update(parent + tokens)
+        return h.digest()
+
     def extend(self, hashes: list[bytes], root: bytes, tokens: bytes | bytearray | memoryview) -> None:
         """Append the keys of all full blocks of `tokens` that `hashes` does not cover yet."""
         size, copy = self._bytes, self._base.copy

@@ -20,6 +20,7 @@ import numpy as np
 from engine_core.request import Request, RequestStatus
 
 I32, I64 = np.int32, np.int64
+STOP_COLUMNS = 4                                # stop ids per row that are compared as columns
 
 
 class PlanRecord:
@@ -67,13 +68,16 @@ class Rows:
         self.ignore_eos = np.zeros(seats, bool)
         self.has_stop_ids = np.zeros(seats, bool)
         self.num_with_stop_ids = 0
+        self.stop_ids = np.full((seats, STOP_COLUMNS), -1, I32)     # the first of its stop ids, -1: none
+        self.has_many_stop_ids = np.zeros(seats, bool)              # more than fit the columns
         self.ring_width = 2 * block_size
         self.ring = np.zeros((seats, self.ring_width), I32)
         self.flat_ring = self.ring.reshape(-1)
         self.ring_base = np.arange(seats, dtype=I64) * self.ring_width
         self.iota = np.arange(seats, dtype=I32)
         self._columns = (self.computed, self.planned, self.known, self.length, self.limit, self.floor, self.capacity,
-                         self.prompt, self.ids, self.priority, self.arrival, self.ignore_eos, self.has_stop_ids)
+                         self.prompt, self.ids, self.priority, self.arrival, self.ignore_eos, self.has_stop_ids,
+                         self.stop_ids, self.has_many_stop_ids)
         self.moves: list[int] = []              # pairs (row, last) for the next plan
         self.in_flight: list[PlanRecord] = []   # oldest first
 
@@ -95,6 +99,9 @@ class Rows:
         self.ignore_eos[row] = request.params.ignore_eos
         self.has_stop_ids[row] = bool(request.stop_token_ids)
         self.num_with_stop_ids += bool(request.stop_token_ids)
+        ids = request.params.stop_token_ids[:STOP_COLUMNS]
+        self.stop_ids[row] = ids + [-1] * (STOP_COLUMNS - len(ids))
+        self.has_many_stop_ids[row] = len(request.params.stop_token_ids) > STOP_COLUMNS
         for record in self.in_flight:
             if record.is_moved:
                 record.inverse[row] = -1
@@ -154,6 +161,20 @@ class Rows:
             count = min(stop - start, width - first)
             request.tokens += self.ring[row, first:first + count].tobytes()
             start += count
+
+    def take_block(self, request: Request, index: int) -> bytes | None:
+        """The tokens of block `index`, which is full: what of it stands only in the ring moves to `request.tokens`.
+
+        None, changing nothing, when more than this block does.
+        """
+        size = self.block_size
+        begin, end = index * size, (index + 1) * size
+        have = len(request.tokens) >> 2
+        if not begin <= have <= end:
+            return None
+        first = have % self.ring_width          # a block never wraps around
+        request.tokens += self.ring[request.row, first:first + end - have].tobytes()
+        return bytes(request.tokens[begin * 4:])
 
     def reset_to_committed(self) -> None:
         """Undo what plans in flight promised; the records themselves are the caller's to drop."""

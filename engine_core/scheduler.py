@@ -209,10 +209,23 @@ class Scheduler:
 
     def settle(self) -> None:
         """Hash and publish blocks that decodes filled. Not urgent: called when the next plan is on its way."""
+        rows, size = self.rows, self.blocks.block_size
         for request in self._unsettled:
-            if request.row >= 0:
-                self.rows.flush(request)
-                self._publish_committed(request, int(self.rows.computed[request.row]))
+            if request.row < 0:
+                continue
+            computed = int(rows.computed[request.row])
+            index = computed // size - 1
+            hashes = request.hashes
+            tokens = rows.take_block(request, index) if len(hashes) == index == request.num_published else None
+            if tokens is None or not self.blocks.enable_prefix_caching:
+                rows.flush(request)
+                self._publish_committed(request, computed)
+                continue
+            parent = hashes[-1] if index else request.root
+            key = self.hasher.next(parent, tokens)
+            hashes.append(key)
+            self.blocks.publish(request.blocks[index], key, parent, tokens)
+            request.num_published = index + 1
         self._unsettled.clear()
 
     # ------------------------------------------------------------ one step

@@ -30,7 +30,8 @@ class StopChecker:
         else:
             stops &= ~rows.ignore_eos[index]
             if rows.num_with_stop_ids:
-                for i in rows.has_stop_ids[index].nonzero()[0].tolist():
+                stops |= (tokens[:, None] == rows.stop_ids[index]).any(1)
+                for i in rows.has_many_stop_ids[index].nonzero()[0].tolist():
                     row = i if isinstance(index, slice) else int(index[i])
                     request = rows.request[row]
                     if request is not None and int(tokens[i]) in request.stop_token_ids:

@@ -23,9 +23,11 @@ from frontend.chat_template import ChatTemplate
 from frontend.engine_client import EngineClient
 from frontend.grammar_check import GrammarChecker
 from frontend.outputs import OutputKind, PoolingOutput, PoolingRequestOutput, RequestOutput
+from frontend.reasoning import detect_reasoning
 from frontend.request_stream import Choice, RequestStream
 from frontend.timeline import Timeline
 from frontend.tokenizer import Tokenizer, pack_ids
+from frontend.tools.formats import detect_format
 from ipc.cli import build_config
 from ipc.config import EngineConfig, ModelSection, Peer
 from ipc.engine_process import EngineProcess
@@ -112,6 +114,8 @@ class AsyncLLM:
                        wait: bool = True) -> None:
         self.tokenizer = tokenizer
         self.chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+        self.tool_format = detect_format(self.chat_template.sources)
+        self.has_reasoning = detect_reasoning(self.chat_template.sources)
         self.served_model_name = model.files.served_name
         self._client = EngineClient(core, number)
         if wait:

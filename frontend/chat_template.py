@@ -42,6 +42,11 @@ class ChatTemplate:
         self._sources = dict(templates)
         self._special_tokens = dict(special_tokens or {})
 
+    @property
+    def sources(self) -> list[str]:
+        """The templates as written."""
+        return list(self._sources.values())
+
     def render(
         self,
         messages: list[dict[str, Any]],

@@ -19,11 +19,26 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-class AnswerMessage(msgspec.Struct):
-    """The text of a chat choice."""
+class FunctionCall(msgspec.Struct):
+    """A function's name and its arguments, JSON as text."""
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """One call that the model asks for."""
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class AnswerMessage(msgspec.Struct, omit_defaults=True):
+    """The text of a chat choice. `content` is null when there are only tool calls."""
     role: str
-    content: str
-    refusal: str | None = None
+    content: str | None
+    refusal: str | None = msgspec.field(default_factory=lambda: None)   # always written
+    tool_calls: list[ToolCall] = []
+    reasoning_content: str | None = None        # what the model thought before it answered
 
 
 class ChatChoice(msgspec.Struct):

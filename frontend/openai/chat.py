@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from frontend.openai.answers import AnswerMessage, ChatChoice, ChatResponse
+from frontend.openai.chat_parts import ChoiceParts, PartsOf
 from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
 from frontend.openai.generation import check_engine, check_model, collect_answer, make_head, stream_answer
@@ -18,9 +19,13 @@ from frontend.openai.limits import check_choices
 from frontend.openai.logprobs import ChatLogprobs, ChoiceLogprobs, encode_logprobs
 from frontend.openai.protocol import ChatRequest, sampling_params
 from frontend.outputs import CompletionOutput
+from frontend.reasoning import BEGIN, ReasoningSplitter
+from frontend.tools.request import ToolUse, tool_use
 from ipc.errors import RequestError
+from ipc.sampling_params import SamplingParams
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TAIL_TOKENS = 16                # of the prompt, in which an opened tag of thoughts is looked for
 THREAD_BODY_BYTES = 2048        # larger bodies are templated and tokenized in a thread: about 5 ms of the loop's time
 
 
@@ -32,7 +37,11 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
     n = 1 if request.n is None else request.n
     check_choices(n, 1, exchange.limits.max_choices)
     params = sampling_params(request, None)
-    prompt = await _render(engine, request, body_bytes)
+    tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls is not False, engine.tool_format)
+    if tools is not None:
+        params = _with_tools(params, tools)
+    prompt = await _render(engine, request, body_bytes, tools)
+    parts_of = _parts(engine, request, params, tools, prompt)
     if params.max_tokens is None:
         room = engine.default_max_tokens(len(prompt) // 4)
         if room >= 1:           # otherwise the prompt is too long, and the engine says so with both numbers
@@ -45,12 +54,12 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
                for _ in range(n if request.logprobs else 0)]
     if request.stream:
         await stream_answer(exchange, request, head, True, [stream], n, (
-            lambda index, choice: encode_logprobs(_chat_logprobs(writers[index], choice))) if writers else None)
+            lambda index, choice: encode_logprobs(_chat_logprobs(writers[index], choice))) if writers else None, parts_of)
         return
     choices, usage = await collect_answer(exchange, [stream], n)
     answer = ChatResponse(head.id, head.created, head.model, head.fingerprint, [
-        ChatChoice(index, AnswerMessage("assistant", choice.text), reason, choice.stop_reason,
-                   _chat_logprobs(writers[index], choice) if writers else None)
+        _choice(index, choice, reason, _chat_logprobs(writers[index], choice) if writers else None,
+                None if parts_of is None else parts_of(index))
         for index, (choice, reason) in enumerate(choices)], usage)
     await exchange.reply(200, msgspec.json.encode(answer))
 
@@ -60,23 +69,67 @@ def _chat_logprobs(writer: ChoiceLogprobs, choice: CompletionOutput) -> ChatLogp
     return writer.chat(choice.token_ids, list(choice.logprobs or ()), choice.token_ids[-1] if is_stop_token else None)
 
 
-async def _render(engine: EngineLike, request: ChatRequest, body_bytes: int) -> bytes:
+def _choice(index: int, choice: CompletionOutput, reason: str, logprobs: ChatLogprobs | None,
+            parts: ChoiceParts | None) -> ChatChoice:
+    if parts is None:
+        return ChatChoice(index, AnswerMessage("assistant", choice.text), reason, choice.stop_reason, logprobs)
+    message = parts.message(choice.text)
+    return ChatChoice(index, message, parts.finish_reason(reason), choice.stop_reason, logprobs)
+
+
+def _with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+    if tools.is_special:
+        params = params.replace(skip_special_tokens=False)
+    if tools.structured is None:
+        return params
+    if params.structured_outputs is not None:
+        raise RequestError("tool_choice and a form of the output (response_format, structured_outputs) are both given; "
+                           "give one of them", "tool_choice")
+    return params.replace(structured_outputs=tools.structured)
+
+
+def _parts(engine: EngineLike, request: ChatRequest, params: SamplingParams, tools: ToolUse | None,
+           prompt: bytes) -> PartsOf | None:
+    """None: the text is all content. What a grammar forms has no thoughts before it."""
+    thinks = engine.has_reasoning and params.structured_outputs is None
+    if tools is None and not thinks:
+        return None
+    is_open = False
+    if thinks:
+        tail = memoryview(prompt).cast("i")[-TAIL_TOKENS:].tolist()
+        is_open = engine.tokenizer.decode(tail, False).rstrip().endswith(BEGIN)
+    made: dict[int, ChoiceParts] = {}
+
+    def parts_of(index: int) -> ChoiceParts:
+        if index not in made:
+            made[index] = ChoiceParts(ReasoningSplitter(is_open) if thinks else None,
+                                      tools.scanner() if tools is not None else None,
+                                      request.include_reasoning is not False)
+        return made[index]
+    return parts_of
+
+
+async def _render(engine: EngineLike, request: ChatRequest, body_bytes: int, tools: ToolUse | None) -> bytes:
     """Token ids of the prompt. Raises RequestError."""
     return await render(engine, checked_messages(request.messages), body_bytes,
                         add_generation_prompt=request.add_generation_prompt,
                         continue_final_message=bool(request.continue_final_message),
-                        chat_template_kwargs=request.chat_template_kwargs)
+                        chat_template_kwargs=request.chat_template_kwargs,
+                        tools=None if tools is None else tools.shown)
 
 
 async def render(engine: EngineLike, messages: list[dict[str, Any]], body_bytes: int, *,
                  add_generation_prompt: bool | None = None, continue_final_message: bool = False,
-                 chat_template_kwargs: dict[str, Any] | None = None) -> bytes:
+                 chat_template_kwargs: dict[str, Any] | None = None,
+                 tools: list[dict[str, Any]] | None = None) -> bytes:
     """Token ids of a conversation, made in a thread when it is long. Raises RequestError."""
     options: dict[str, Any] = {
         "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         "continue_final_message": continue_final_message,
         "chat_template_kwargs": chat_template_kwargs,
     }
+    if tools:
+        options["tools"] = tools
     if body_bytes > THREAD_BODY_BYTES:
         return await asyncio.to_thread(engine.render_chat, messages, **options)
     return engine.render_chat(messages, **options)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from frontend.outputs import OutputKind, PoolingRequestOutput, RequestOutput
+from frontend.tools.formats import ToolFormat
 from ipc.sampling_params import SamplingParams
 
 
@@ -40,6 +41,16 @@ class EngineLike(Protocol):
 
     @property
     def tokenizer(self) -> TokenizerLike: ...
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls."""
+        ...
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the model's template knows tags around thoughts."""
+        ...
 
     def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams, *,
                  request_id: str | None = None, output_kind: OutputKind = "cumulative", priority: int = 0,

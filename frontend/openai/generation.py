@@ -16,6 +16,7 @@ import msgspec
 
 from frontend.openai import sse
 from frontend.openai.answers import PromptTokensDetails, Usage
+from frontend.openai.chat_parts import ChoiceParts, PartsOf
 from frontend.openai.engine import EngineLike
 from frontend.openai.errors import NotReadyError
 from frontend.openai.exchange import Exchange
@@ -130,8 +131,9 @@ def checked_finish(choice: CompletionOutput) -> str:
 
 
 async def stream_answer(exchange: Exchange, request: GenerationRequest, head: AnswerHead, is_chat: bool,
-                        streams: Sequence[OutputStream], n: int, logprobs: LogprobsOf | None = None) -> None:
-    """Send the whole event stream. Nothing is sent before the engine has accepted the request, so that its refusals
+                        streams: Sequence[OutputStream], n: int, logprobs: LogprobsOf | None = None,
+                        parts: PartsOf | None = None) -> None:
+    """Send the whole event stream. `parts`: text is split before it is sent. Nothing is sent before the engine has accepted the request, so that its refusals
     still have their status code."""
     options = request.stream_options
     include_usage = options is not None and bool(options.include_usage)
@@ -152,7 +154,9 @@ async def stream_answer(exchange: Exchange, request: GenerationRequest, head: An
             for choice in output.outputs:
                 index = prompt_index * n + choice.index
                 told = None if logprobs is None or not choice.token_ids else logprobs(index, choice)
-                if choice.finish_reason is not None:
+                if parts is not None:
+                    data += _split_chunks(encoder, parts(index), index, choice, usage, told)
+                elif choice.finish_reason is not None:
                     reason = checked_finish(choice)
                     data += encoder.finish(index, choice.text, reason, choice.stop_reason, usage, told)
                 elif choice.text or told is not None:
@@ -161,6 +165,20 @@ async def stream_answer(exchange: Exchange, request: GenerationRequest, head: An
                 await exchange.write(data)
         end = encoder.usage(counter.json()) if include_usage else b""
         await exchange.end(end + sse.DONE)
+
+
+def _split_chunks(encoder: sse.ChunkEncoder, parts: ChoiceParts, index: int, choice: CompletionOutput,
+                  usage: bytes | None, told: bytes | None) -> bytes:
+    """The chunks of a choice whose text has parts. Log-probabilities come with the first chunk there is."""
+    is_final = choice.finish_reason is not None
+    delta = parts.feed(choice.text, is_final)
+    data = b""
+    if delta is not None or (told is not None and not is_final):
+        data, told = encoder.delta(index, delta or b"{}", usage, told), None
+    if is_final:
+        reason = parts.finish_reason(checked_finish(choice))
+        data += encoder.finish(index, "", reason, choice.stop_reason, usage, told)
+    return data
 
 
 async def collect_answer(exchange: Exchange, streams: Sequence[OutputStream], n: int

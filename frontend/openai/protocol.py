@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from frontend.openai.structured import structured_outputs_of
 from ipc.errors import RequestError
 from ipc.sampling_params import SamplingParams
 
@@ -51,6 +52,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     logits_processors: list[str] | None = None  # names that the server knows
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None  # vLLM's older names of the same
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None                 # lower runs first
@@ -76,6 +83,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None             # needs logprobs
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None     # false: at most one call, where a grammar enforces calls
+    include_reasoning: bool | None = None       # false: what the model thinks is left out
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -153,7 +164,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_any = msgspec.json.Decoder().decode
 _sampling_names = [name for name in SamplingParams.__struct_fields__
-                   if name in GenerationRequest.__struct_fields__ and name != "max_tokens"]
+                   if name in GenerationRequest.__struct_fields__ and name not in ("max_tokens", "structured_outputs")]
 _logged_names: set[str] = set()
 
 
@@ -280,6 +291,7 @@ def sampling_params(request: GenerationRequest, default_max_tokens: int | None) 
             given["prompt_logprobs"] = request.logprobs
             if max_tokens == 0:                 # one is made, and dropped
                 given["max_tokens"] = 1
+    given["structured_outputs"] = structured_outputs_of(request)
     try:
         return SamplingParams(**given)
     except RequestError as exc:

@@ -27,8 +27,12 @@ def named_event(name: str, body: bytes) -> bytes:
 
 def json_text(text: str) -> bytes:
     """A JSON string in one line, also for clients that split lines as Python's str.splitlines does."""
-    data = _encode(text)
-    if not text.isascii():
+    return one_line(_encode(text))
+
+
+def one_line(data: bytes) -> bytes:
+    """JSON without the characters that some take for line ends."""
+    if not data.isascii():
         data = data.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028")
         data = data.replace(b"\xe2\x80\xa9", b"\\u2029")
     return data
@@ -73,6 +77,11 @@ class ChunkEncoder:
         if usage is None:
             return prefix + json_text(text) + self._text_end
         return prefix + json_text(text) + self._after_text + self._close(usage)
+
+    def delta(self, index: int, delta: bytes, usage: bytes | None = None, logprobs: bytes | None = None) -> bytes:
+        """News of a running chat choice that are more than text. `delta` is JSON."""
+        return (self._head + b'{"index":%d,"delta":' % index + one_line(delta) + b',"logprobs":' + (logprobs or b"null")
+                + self._after_logprobs + self._close(usage))
 
     def finish(self, index: int, text: str, finish_reason: str, stop_reason: int | str | None,
                usage: bytes | None = None, logprobs: bytes | None = None) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from frontend.outputs import CompletionOutput, RequestOutput
+from frontend.tools.formats import get_format
 from ipc.errors import RequestError
 from ipc.sampling_params import SamplingParams
 
@@ -64,6 +65,8 @@ class FakeLLM:
         self.vocab_size = 260
         self.created = CREATED
         self.tokenizer = ByteTokenizer(bos)
+        self.tool_format = get_format("hermes")
+        self.has_reasoning = False
         self.state: dict[str, Any] = {"ready": True, "dead": False, "phase": "serving", "reason": ""}
         self.error: Exception | None = None
         self.fail_after: tuple[int, Exception] | None = None

@@ -1,22 +1,19 @@
-"""AsyncLLM and LLM on real processes: every way in, and every way out of a request. Their ends: test_lifetimes.py."""
+"""AsyncLLM on real processes: every way in, and every way out of a request. How engines end: test_lifetimes.py."""
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from frontend import LLM, AsyncLLM, SamplingParams
+from frontend import AsyncLLM, SamplingParams
 from frontend.outputs import OutputKind, RequestOutput
 from ipc.errors import ConfigError, EngineDeadError, RequestError
 from tests.conftest import RunningEngine
 from tests.processes.tools import (ENDLESS_TOKENS, OPTIONS, LoopThread, assert_nothing_left, run_dirs, run_script,
-                                   survivors, wait_idle, wait_until)
+                                   survivors, wait_idle)
 from tests.tiny_model import MAX_MODEL_LEN, VOCAB
 
 pytestmark = pytest.mark.timeout(60)
@@ -364,91 +361,4 @@ def test_cancelling_the_start_leaves_nothing(tiny_model: str, temp: str) -> None
             await starting
         assert survivors(temp) == {}
     asyncio.run(run())
-    assert_nothing_left(temp)
-
-
-# ---------------------------------------------------------------- LLM
-
-@pytest.fixture(scope="module")
-def offline(tiny_model: str) -> Iterator[LLM]:
-    """An LLM whose thread of birth is gone: the kernel's death signal follows the thread that spawned a process."""
-    born: list[LLM] = []
-    thread = threading.Thread(target=lambda: born.append(LLM(tiny_model, **OPTIONS, max_num_seqs=4)))
-    thread.start()
-    thread.join(60)
-    [llm] = born
-    yield llm
-    pids = llm._llm.pids
-    llm.close()
-    llm.close()
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 4)
-
-
-def test_a_list_of_prompts_is_answered_in_its_order(offline: LLM, capfd: pytest.CaptureFixture[str]) -> None:
-    prompts = [f"Prompt {index} " * (index + 1) for index in range(9)]
-    params = [greedy(20 - 2 * index) for index in range(9)]            # the last ones finish first
-    outputs = offline.generate(prompts, params)
-    assert [output.prompt for output in outputs] == prompts
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [20 - 2 * index for index in range(9)]
-    assert "9/9" in capfd.readouterr().err                             # the progress bar
-    for prompt, one, output in zip(prompts, params, outputs):
-        assert offline.generate(prompt, one, use_tqdm=False)[0].outputs == output.outputs
-    assert capfd.readouterr().err == ""
-    assert offline.stats()["num_running"] == 0
-
-
-def test_it_works_inside_a_running_loop(offline: LLM) -> None:
-    async def cell() -> list[int]:
-        return offline.generate([[5, 6, 7]], greedy(), use_tqdm=False)[0].outputs[0].token_ids
-    assert asyncio.run(cell()) == offline.generate([5, 6, 7], greedy(), use_tqdm=False)[0].outputs[0].token_ids
-
-
-def test_it_chats(offline: LLM) -> None:
-    conversation = [{"role": "user", "content": "Hi"}]
-    one, = offline.chat(conversation, greedy(), use_tqdm=False)
-    two = offline.chat([conversation] * 2, greedy(), use_tqdm=False)
-    assert [output.outputs for output in two] == [one.outputs] * 2
-
-
-def test_a_refused_prompt_is_named_and_the_others_are_aborted(offline: LLM) -> None:
-    with pytest.raises(RequestError, match=f"prompt 2: .*{MAX_MODEL_LEN + 88}"):
-        offline.generate(["a", "b", [1] * (MAX_MODEL_LEN + 88), "d"], ENDLESS, use_tqdm=False)
-    wait_until(lambda: offline.stats()["num_running"] == 0)
-    stats = offline.stats()
-    assert stats["num_free_blocks"] == stats["num_blocks"] == 512
-    with pytest.raises(RequestError, match="2 prompts but 1 sampling_params"):
-        offline.generate(["a", "b"], [greedy()])
-    with pytest.raises(RequestError, match="n is 0"):
-        SamplingParams(n=0)
-
-
-def test_a_start_that_fails_leaves_no_thread(temp: str, tiny_model: str) -> None:
-    before = threading.active_count()
-    with pytest.raises(ConfigError, match="block-size"):
-        LLM(tiny_model, block_size=0)
-    wait_until(lambda: threading.active_count() <= before)
-
-
-def test_a_collection_inside_its_own_loop_ends_an_llm_without_a_deadlock(tiny_model: str, temp: str) -> None:
-    """The garbage collector runs in whichever thread it pleases, also in the one that must serve the close."""
-    llm: Any = LLM(tiny_model, **OPTIONS)
-    llm.itself = llm                                    # only a collection ends this one
-    loop, thread = llm._loop, llm._thread
-    assert len(survivors(temp)) == 3
-    del llm
-    loop.call_soon_threadsafe(gc.collect)
-    thread.join(10)
-    assert not thread.is_alive()
-    assert_nothing_left(temp)
-
-
-def test_a_script_that_forgets_to_close_ends_cleanly(tiny_model: str, temp: str, tmp_path: Path) -> None:
-    script = tmp_path / "user.py"
-    script.write_text("from frontend import LLM, SamplingParams\n"
-                      f"llm = LLM({tiny_model!r}, num_gpu_blocks_override=512, attention_backend='cpu')\n"
-                      "output, = llm.generate('Hi', SamplingParams(max_tokens=3, ignore_eos=True))\n"
-                      "print(len(output.outputs[0].token_ids))\n")
-    result = run_script(script, temp)
-    assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr
-    assert "Traceback" not in result.stderr and "Exception" not in result.stderr
     assert_nothing_left(temp)

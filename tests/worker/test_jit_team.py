@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 from worker.jit import norm  # noqa: E402
 from worker.jit import program as pg  # noqa: E402
 from worker.jit import step as st  # noqa: E402
-from worker.jit.team import MAX_OPS, Team, get_team  # noqa: E402
+from worker.jit.team import MAX_OPS, MAX_ROWS, Team, get_team  # noqa: E402
 
 WIDTH = 32
 
@@ -53,12 +53,16 @@ def test_every_unit_of_every_operation_runs_once(num_threads: int) -> None:
 
 
 def test_programs_of_different_sizes_take_turns() -> None:
-    team = Team(3)
+    """A thread that came late to a step once took the next program's number of units for this step's, and ran one twice;
+    it needs more threads than cores to show."""
+    team = Team(8)
     programs = [Adding(team, num_ops, rows) for num_ops, rows in ((1, 1), (30, 64), (3, 2), (7, 0))]
     for times in range(1, 101):
         for adding in programs:
             adding.run()
             assert (adding.residual == adding.num_ops * times).all()
+        for rows in (1, 50):                    # programs that are gone as soon as they have run
+            Adding(team, rows, rows).run()
     team.stop()
 
 
@@ -89,6 +93,10 @@ def test_an_idle_team_uses_no_processor_time() -> None:
 def test_a_program_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match=f"the team holds {MAX_OPS}"):
         get_team(2).run(0, MAX_OPS + 1, pg.new_step())
+    step = pg.new_step()
+    step[st.NUM_ROWS] = MAX_ROWS + 1
+    with pytest.raises(ValueError, match="lower --max-num-batched-tokens"):
+        get_team(2).run(0, 0, step)
 
 
 def test_a_process_ends_with_its_threads_still_waiting() -> None:

@@ -5,7 +5,12 @@ by compare-and-swap on the operation's ticket counter, and moves on when all uni
 thread, only for units that a thread has taken: if another process holds a core, the rest of the team does its share,
 and a thread that comes late finds the tickets of its generation gone. This is why there is no barrier to collapse.
 
-    counter of an operation:   generation << 32 | next ticket          generation << 32 | units done
+    words of an operation:   generation | units | next ticket          generation | 0 | units done
+                             24 bits      20      20
+
+One read of a word is a consistent view, whatever step it is of. A thread that takes a ticket knows that the step is
+alive, and stays so until it reports the unit done; only then does it look at the program and the step, which a late
+thread must not touch: they may be another step's by then, or gone.
 
 Waiting is a short spin (units take microseconds), then a futex: an idle team, and one waiting behind a descheduled
 thread, costs nothing. The calling thread works too; the others are Python threads that never hold the GIL.
@@ -33,8 +38,10 @@ GENERATION, IDLE, SLEEPING, STOP, PROGRAM, NUM_OPS, STEP, COUNTERS, TIMEOUT, THR
 CONTROL_SIZE = 64
 COUNTER_BYTES = 128
 MAX_OPS = 4096
+MAX_UNITS = (1 << 20) - 1
+MAX_ROWS = 1 << 16
 SPINS = 3000                                # pauses: 50 to 150 microseconds, several times a unit
-_MASK, _GENERATIONS = 0xFFFFFFFF, 0x7FFFFFFF
+_COUNT, _UNITS_SHIFT, _GENERATION_SHIFT, _GENERATIONS = MAX_UNITS, 20, 40, (1 << 23) - 1
 
 if sys.platform == "linux":
     _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 98)
@@ -44,7 +51,7 @@ if sys.platform == "linux":
     @device
     def _sleep(address, value, timeout):  # type: ignore[no-untyped-def]
         """Until a wake or the timeout, unless the low word at the address is no longer `value`."""
-        _syscall(_FUTEX, address, _WAIT_PRIVATE, value & _MASK, timeout, 0, 0)
+        _syscall(_FUTEX, address, _WAIT_PRIVATE, value & 0xFFFFFFFF, timeout, 0, 0)
 
     @device
     def _wake(address):  # type: ignore[no-untyped-def]
@@ -64,53 +71,52 @@ else:
 @device
 def _execute(control, generation, thread):  # type: ignore[no-untyped-def]
     """Walk the program once. Returns early when the step has ended without this thread."""
-    program, step, counters = get_i64(control, PROGRAM), get_i64(control, STEP), get_i64(control, COUNTERS)
-    num_ops, sleeping = get_i64(control, NUM_OPS), control + 8 * SLEEPING
-    for index in range(num_ops):
-        op, ticket = program + index * OP_BYTES, counters + index * COUNTER_BYTES
+    counters, sleeping = get_i64(control, COUNTERS), control + 8 * SLEEPING
+    for index in range(get_i64(control, NUM_OPS)):
+        ticket = counters + index * COUNTER_BYTES
         done = ticket + 64
         while True:
-            value = atomic_load(ticket)
-            if value >> 32 != generation:
+            word = atomic_load(ticket)
+            if word >> _GENERATION_SHIFT != generation:
                 return
-            units = get_i64(op, NUM_UNITS)
-            if value & _MASK >= units:
+            units, unit = (word >> _UNITS_SHIFT) & _COUNT, word & _COUNT
+            if unit >= units:
                 break
-            if compare_and_swap(ticket, value, value + 1) == value:
-                run_unit(op, step, value & _MASK, thread)
-                if (atomic_add(done, 1) + 1) & _MASK == units and atomic_load(sleeping) > 0:
+            if compare_and_swap(ticket, word, word + 1) == word:
+                run_unit(get_i64(control, PROGRAM) + index * OP_BYTES, get_i64(control, STEP), unit, thread)
+                if (atomic_add(done, 1) + 1) & _COUNT == units and atomic_load(sleeping) > 0:
                     _wake(done)
         spins = 0
         while True:
-            value = atomic_load(done)
-            if value >> 32 != generation:
+            word = atomic_load(done)
+            if word >> _GENERATION_SHIFT != generation:
                 return
-            if value & _MASK >= get_i64(op, NUM_UNITS):
+            if word & _COUNT >= units:
                 break
             spins += 1
             if spins < SPINS:
                 pause()
             else:
                 atomic_add(sleeping, 1)
-                _sleep(done, value, control + 8 * TIMEOUT)
+                _sleep(done, word, control + 8 * TIMEOUT)
                 atomic_add(sleeping, -1)
 
 
 @device
 def _publish(control, generation):  # type: ignore[no-untyped-def]
-    """Open a step. First no ticket of the old generation can be taken, then sizes change, then tickets are given."""
+    """Open a step: sizes first, then the words, the last of which let threads in."""
     program, step, counters = get_i64(control, PROGRAM), get_i64(control, STEP), get_i64(control, COUNTERS)
     num_ops, threads = get_i64(control, NUM_OPS), get_i64(control, THREADS)
-    for index in range(num_ops):
-        atomic_store(counters + index * COUNTER_BYTES, (generation << 32) | _MASK)
-        atomic_store(counters + index * COUNTER_BYTES + 64, generation << 32)
     if get_i64(step, st.TASKS) != 0:
         plan_attention(step, threads)
     for index in range(num_ops):
-        op = program + index * OP_BYTES
-        set_i64(op, NUM_UNITS, prepare(op, step, threads))
-    for index in range(num_ops):
-        atomic_store(counters + index * COUNTER_BYTES, generation << 32)
+        op, word = program + index * OP_BYTES, counters + index * COUNTER_BYTES
+        units = prepare(op, step, threads)
+        set_i64(op, NUM_UNITS, units)
+        atomic_store(word + 64, generation << _GENERATION_SHIFT)
+        # A late thread of the last step may see this before the others are set: it is not of this generation yet, and
+        # whoever is takes operations in order and waits for each.
+        atomic_store(word, (generation << _GENERATION_SHIFT) | (units << _UNITS_SHIFT))
     atomic_store(control + 8 * GENERATION, generation)
     if atomic_load(control + 8 * IDLE) > 0:
         _wake(control + 8 * GENERATION)
@@ -171,16 +177,22 @@ class Team:
         run_team.compile((types.intp, types.intp))
         self._is_started = True
         for number in range(1, self.num_threads):
-            thread = threading.Thread(target=run_team, args=(self.address, number), name=f"kernel {number}",
-                                      daemon=True)
+            thread = threading.Thread(target=self._work, args=(number,), name=f"kernel {number}", daemon=True)
             thread.start()
             self._threads.append(thread)
         atexit.register(self.stop)
+
+    def _work(self, number: int) -> None:
+        """A bound method, so that a thread keeps the memory it reads alive until it has left."""
+        run_team(self.address, number)
 
     def run(self, program: int, num_ops: int, step: np.ndarray) -> None:
         """Execute a program (its address) on this step record, and return when it is done."""
         if num_ops > MAX_OPS:
             raise ValueError(f"a program of {num_ops} operations; the team holds {MAX_OPS}")
+        if step[st.NUM_ROWS] > MAX_ROWS:        # an operation has at most MAX_UNITS units
+            raise ValueError(f"a step of {step[st.NUM_ROWS]} rows; the team takes {MAX_ROWS}: lower "
+                             "--max-num-batched-tokens")
         if not self._is_started:
             self.start()
         with self._lock:
@@ -196,7 +208,7 @@ class Team:
                 self._control[STEP] = self._no_step.ctypes.data
                 run_team(self.address, 0)
                 for thread in self._threads:
-                    thread.join(timeout=1.0)
+                    thread.join(timeout=5.0)
                 self._threads = []
 
 
