@@ -94,6 +94,10 @@ def models(argv: list[str]) -> int:
     return module_command("frontend.cli.models", argv)
 
 
+def tune(argv: list[str]) -> int:
+    return module_command("worker.linear.tune", argv)
+
+
 def profile(argv: list[str]) -> int:
     return module_command("frontend.cli.profile", argv)
 
@@ -181,7 +185,7 @@ def main(argv: list[str]) -> int:
     from ipc.launch_setup import STARTED, SetupError
     os.environ.setdefault(STARTED, repr(time.monotonic()))
     commands = {"demo": demo, "serve": serve, "setup": setup, "test": test, "bench": bench,
-                "replay": replay, "simulate": simulate, "chaos": chaos, "profile": profile, "chat": chat,
+                "replay": replay, "simulate": simulate, "chaos": chaos, "profile": profile, "tune": tune, "chat": chat,
                 "complete": complete,
                 "run-batch": run_batch, "tokenize": tokenize, "models": models, "doctor": doctor}
     try:

@@ -155,6 +155,11 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
         for number, outputs in core.take_outputs(now):
             if links.frontends.send(number, outputs):
                 core.outbox.sent(number)
+        for number in links.frontends.unreachable:
+            recorder.note(GONE, number, ())
+            core.frontend_gone(number)
+            links.frontends.forget(number)
+        links.frontends.unreachable.clear()
         if now - last_beat >= BEAT_NS:
             last_beat = now
             for number in links.frontends.numbers.values():

@@ -40,7 +40,6 @@ class EngineClient:
         self.phase: Phase | None = None
         self.dead: Exception | None = None
         self.num_running = self.num_waiting = self.num_free_blocks = 0
-        self.last_heard = time.monotonic()
         self._context = zmq.Context()
         self._loop = asyncio.get_running_loop()
         self._counter = itertools.count(1)
@@ -148,7 +147,6 @@ class EngineClient:
 
     def _on_message(self, header: Header, message: Any) -> None:
         """Called by the loop, which would only log an exception: a fault of ours must not leave anyone waiting."""
-        self.last_heard = time.monotonic()
         if header.epoch != self.core.epoch:
             return                              # of a core that is gone
         try:

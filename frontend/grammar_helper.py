@@ -1,8 +1,8 @@
-"""The process that tries out grammars for grammar_check.py, one at a time. Started as `python -m frontend.grammar_helper`.
+"""The process that tries out grammars for grammar_check.py, one at a time.
 
-It may run wild: it runs at the lowest priority, its memory is limited, and an alarm ends it when a grammar takes too
-long. Reads frames from its input (length, msgpack of StructuredOutputs), answers each with a frame of text: empty, or
-what is wrong. Knows no model: a grammar is tried with a vocabulary of bytes.
+Started as `python -m frontend.grammar_helper`. It may run wild: it runs at the lowest priority, its memory is limited,
+and an alarm ends it when a grammar takes too long. Reads frames from its input (length, msgpack of StructuredOutputs),
+answers each with a frame of text: empty, or what is wrong. Knows no model: a grammar meets a vocabulary of bytes.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from ipc.structured_outputs import StructuredOutputs, grammar_text
+from ipc.structured_outputs import PARSER_LIMITS, StructuredOutputs, grammar_text
 
 TIME_S = 2.0
 MEMORY_BYTES = 64 << 20                         # beyond what the idle process takes
@@ -54,7 +54,7 @@ def main() -> None:
     os.nice(19)
     if hasattr(os, "sched_setscheduler"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    limits = LLParserLimits(max_lexer_states=30_000, max_grammar_size=200_000, verbose_errors=False)
+    limits = LLParserLimits(**PARSER_LIMITS, verbose_errors=False)
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=EOS)
     decode = msgspec.msgpack.Decoder(StructuredOutputs).decode
     problem_with(StructuredOutputs(json_object=True), tokenizer, limits)        # what it needs once is not counted

@@ -113,6 +113,7 @@ class Router(Endpoint):
         super().__init__(socket)
         self.identities: dict[int, bytes] = {}  # frontend number -> routing id
         self.numbers: dict[bytes, int] = {}
+        self.unreachable: set[int] = set()      # frontends whose connection is gone, for the loop to take
         socket.bind(bind)
 
     def drain(self) -> Iterator[tuple[int, Header, Any]]:
@@ -161,6 +162,8 @@ class Router(Endpoint):
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+            if identity in self.numbers:
+                self.unreachable.add(self.numbers[identity])
             return False
 
 

@@ -1,5 +1,6 @@
-"""What form a request's output must have: exactly one of a JSON schema, any JSON object, a regular expression, a choice,
-a grammar, or structural tags. Sizes and nesting are bounded here; whether a grammar makes sense is found out elsewhere.
+"""What form a request's output must have: exactly one of a JSON schema, any JSON object, a regular expression, a
+choice, a grammar, or structural tags. Sizes and nesting are bounded here; whether a grammar makes sense is found out
+elsewhere.
 
 `grammar_text` writes every form in the language of the grammar library, so that whoever checks and whoever compiles
 read the same text. Knows no library.
@@ -19,6 +20,11 @@ MAX_NESTING = 64                                # brackets inside brackets
 MAX_CHOICES = 1024
 MAX_TAGS = 128
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+# The library's own limits, narrower than its defaults: about 60 MB, and 30 ms a step, for one grammar. The same for the
+# helper that tries a grammar out and for the worker.
+PARSER_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
+                                 "max_lexer_states": 30_000, "max_grammar_size": 200_000}
 
 # Between JSON's tokens. Without a limit a model may put out blanks for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,24}"

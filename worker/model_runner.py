@@ -61,7 +61,8 @@ class ModelRunner:
         return ModelRunnerOutput(plan.step, np.ascontiguousarray(column, np.int32).data.cast("B"),
                                  result.bad_rows.data.cast("B") if result.bad_rows.size else EMPTY, received_ns,
                                  prepared_ns, launched_ns, done_ns, done_ns - prepared_ns, result.logprobs,
-                                 result.prompt_logprobs, result.pooled, ended_rows.data.cast("B") if ended_rows.size else EMPTY, result.failed)
+                                 result.prompt_logprobs, result.pooled,
+                                 ended_rows.data.cast("B") if ended_rows.size else EMPTY, result.failed)
 
 
 def _pairs(column: memoryview) -> np.ndarray:

@@ -89,6 +89,10 @@ def build_runner(config: WorkerProcess, starting: Starting,
     threads = max(1, config.num_threads)
     torch.set_num_threads(threads)
     model_config = config.model.files.config
+    limit = model_config.max_position_embeddings
+    max_model_len = config.model.max_model_len or limit
+    if max_model_len > limit:
+        raise ConfigError(f"--max-model-len is {max_model_len}; the model's limit is {limit}")
     processors.load(config.model.logits_processors)
     dtype_name, why = resolve_dtype(config.model.dtype, device, model_config.dtype)
     logger.info("device %s, dtype %s (%s), %d compute threads", device, dtype_name, why, threads)
@@ -130,10 +134,6 @@ def build_runner(config: WorkerProcess, starting: Starting,
     else:
         backend_name, reason = backend.name, "the compiled model's own"
     logger.info("attention backend %s (%s)", backend_name, reason)
-    limit = model_config.max_position_embeddings
-    max_model_len = config.model.max_model_len or limit
-    if max_model_len > limit:
-        raise ConfigError(f"--max-model-len is {max_model_len}; the model's limit is {limit}")
     cache, size = config.cache, config.cache.block_size
     seats = min(config.max_num_seqs, config.max_num_batched_tokens)
     kv_spec: tuple[int, int, int] = model.kv_spec()

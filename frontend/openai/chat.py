@@ -54,7 +54,8 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
                for _ in range(n if request.logprobs else 0)]
     if request.stream:
         await stream_answer(exchange, request, head, True, [stream], n, (
-            lambda index, choice: encode_logprobs(_chat_logprobs(writers[index], choice))) if writers else None, parts_of)
+            lambda index, choice: encode_logprobs(_chat_logprobs(writers[index], choice))) if writers else None,
+            parts_of)
         return
     choices, usage = await collect_answer(exchange, [stream], n)
     answer = ChatResponse(head.id, head.created, head.model, head.fingerprint, [

@@ -133,8 +133,10 @@ def checked_finish(choice: CompletionOutput) -> str:
 async def stream_answer(exchange: Exchange, request: GenerationRequest, head: AnswerHead, is_chat: bool,
                         streams: Sequence[OutputStream], n: int, logprobs: LogprobsOf | None = None,
                         parts: PartsOf | None = None) -> None:
-    """Send the whole event stream. `parts`: text is split before it is sent. Nothing is sent before the engine has accepted the request, so that its refusals
-    still have their status code."""
+    """Send the whole event stream. `parts`: text is split before it is sent.
+
+    Nothing is sent before the engine has accepted the request, so that its refusals still have their status code.
+    """
     options = request.stream_options
     include_usage = options is not None and bool(options.include_usage)
     in_every_chunk = include_usage and options is not None and bool(options.continuous_usage_stats)

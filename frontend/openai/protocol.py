@@ -282,7 +282,8 @@ def sampling_params(request: GenerationRequest, default_max_tokens: int | None) 
     if isinstance(request, ChatRequest):
         renamed["logprobs"] = "top_logprobs"
         if request.top_logprobs and not request.logprobs:
-            raise RequestError(f"top_logprobs is {request.top_logprobs} but logprobs is not true; add \"logprobs\": true",
+            raise RequestError(f"top_logprobs is {request.top_logprobs} but logprobs is not true; "
+                               "add \"logprobs\": true",
                                "top_logprobs")
         given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     elif isinstance(request, CompletionRequest):

@@ -90,8 +90,9 @@ class ChunkEncoder:
             news = b'"delta":{"content":' + json_text(text) + b"}" if text else b'"delta":{}'
         else:
             news = b'"text":' + json_text(text)
-        return (self._head + b'{"index":%d,' % index + news + b',"logprobs":' + (logprobs or b"null") + b',"finish_reason":'
-                + _encode(finish_reason) + b',"stop_reason":' + _encode(stop_reason) + b"}" + self._close(usage))
+        return (self._head + b'{"index":%d,' % index + news + b',"logprobs":' + (logprobs or b"null")
+                + b',"finish_reason":' + _encode(finish_reason) + b',"stop_reason":' + _encode(stop_reason) + b"}"
+                + self._close(usage))
 
     def usage(self, usage: bytes) -> bytes:
         """The closing chunk without choices."""

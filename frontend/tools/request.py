@@ -89,8 +89,8 @@ def _chosen(choice: str | dict[str, Any]) -> str:
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise RequestError('tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}',
-                           "tool_choice")
+        raise RequestError("tool_choice must be none, auto, required or "
+                           '{"type": "function", "function": {"name": ...}}', "tool_choice")
     return name
 
 

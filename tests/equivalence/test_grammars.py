@@ -31,7 +31,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def requests() -> dict[int, tuple[list[int], dict[str, Any]]]:
     found = {}
-    for number, (name, form) in enumerate(list(FORMS.items()) * 2, 1):
+    for number, form in enumerate(list(FORMS.values()) * 2, 1):
         spec = StructuredOutputs(**form) if form else None
         found[number] = [*PREFIX, number], dict(max_tokens=24, temperature=1.0, seed=number, structured_outputs=spec,
                                                 logprobs=2 if number % 2 else None)

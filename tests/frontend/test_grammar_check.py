@@ -17,14 +17,16 @@ GOOD: list[dict[str, Any]] = [
     dict(json='{"type": "object", "properties": {"a": {"type": "integer"}}}'), dict(json_object=True),
     dict(regex="[a-z]+/[0-9]{1,3}"), dict(choice=["yes", "no"]), dict(grammar='start: "a" | "b"'),
     dict(grammar='root ::= "a" [0-9]+'),
-    dict(structural_tag=json.dumps({"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}))]
+    dict(structural_tag=json.dumps({"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}],
+                                    "triggers": ["<f"]}))]
 BAD: list[tuple[dict[str, Any], str]] = [
-    (dict(json="{"), "JSON"), (dict(json="[1]"), "object"), (dict(json='{"type": "array", "uniqueItems": true}'),
-                                                             "uniqueItems"),
+    (dict(json="{"), "JSON"), (dict(json="[1]"), "object"),
+    (dict(json='{"type": "array", "uniqueItems": true}'), "uniqueItems"),
     (dict(json='{"$ref": "#/nowhere"}'), ""), (dict(json='{"$ref": "https://example.com/schema"}'), ""),
     (dict(json='{"type": "what"}'), ""), (dict(json='{"type": "string", "pattern": "(?=a)b"}'), ""),
     (dict(regex="["), "regex"), (dict(regex="(a)\\1"), ""), (dict(grammar="start: missing"), "missing"),
-    (dict(grammar="nothing of the kind"), ""), (dict(grammar='start: "a'), ""), (dict(structural_tag="1"), "structural"),
+    (dict(grammar="nothing of the kind"), ""), (dict(grammar='start: "a'), ""),
+    (dict(structural_tag="1"), "structural"),
     (dict(structural_tag='{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}'), "trigger")]
 CLASSES = "".join(f"[{chr(97 + i % 26)}-z{i}]{{1,400}}.*" for i in range(60))
 HOSTILE: list[dict[str, Any]] = [
@@ -35,7 +37,9 @@ HOSTILE: list[dict[str, Any]] = [
     dict(json=json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": f"^(.*{i}){{40}}$"}
                                                            for i in range(1500)}})),
     dict(json=json.dumps({"enum": [f"{i}" * 40 for i in range(1000)], "minLength": 10})),
-    dict(json=json.dumps({"type": "string", "minLength": 10 ** 9})),
+    dict(json=json.dumps({"type": "string", "minLength": 10 ** 9})), dict(regex="(a+)+b"),
+    dict(regex="(a{1,9999}){9999}"), dict(grammar='start: start "a" | start start | "a"'),
+    dict(grammar='root ::= root root | "a"'), dict(json='{"$ref": "#"}'),
     dict(regex="((a{0,1000}){0,1000}){0,1000}b"), dict(regex=r"\p{L}{1,1000}\p{N}{1,1000}[^\p{L}]{1,1000}x")]
 
 

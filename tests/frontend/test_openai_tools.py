@@ -1,4 +1,4 @@
-"""Forms of the output, tools and reasoning over HTTP, streamed and whole, with an engine that answers what it is told."""
+"""Forms of the output, tools and reasoning over HTTP, streamed and whole, with an engine that says what it is told."""
 from __future__ import annotations
 
 import asyncio
@@ -52,7 +52,8 @@ def message_of(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("fields, kind, value", [
     ({"response_format": {"type": "json_object"}}, "json_object", True),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "json", SCHEMA),
-    ({"structured_outputs": {"json": SCHEMA}}, "json", SCHEMA), ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+    ({"structured_outputs": {"json": SCHEMA}}, "json", SCHEMA),
+    ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
     ({"guided_json": json.dumps(SCHEMA)}, "json", SCHEMA), ({"guided_regex": "a+"}, "regex", "a+"),
     ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]), ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"')])
 def test_every_way_to_ask_for_a_form_reaches_the_engine(path, fields, kind, value):
@@ -65,7 +66,8 @@ def test_every_way_to_ask_for_a_form_reaches_the_engine(path, fields, kind, valu
 
 @pytest.mark.parametrize("fields, param", [
     ({"response_format": {"type": "xml"}}, "response_format.type"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"), ({"response_format": 3}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": 3}, "response_format"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
     ({"structured_outputs": {"wish": "a"}}, "structured_outputs"), ({"guided_choice": []}, "guided_choice"),
     ({"guided_regex": "a", "guided_json": {}}, "guided_regex"), ({"guided_regex": "(" * 100}, "guided_regex"),
@@ -139,7 +141,8 @@ def test_thoughts_are_split_from_the_answer(size):
     text = f"<think>\nwhere?\n</think>\n\nThere.{CALL}"
     fields: dict[str, Any] = dict(tools=[TOOL], stop=["\0"])
     message = ask(answering(text, True, size), **fields).json()["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("where?", "There.") and len(message["tool_calls"]) == 1
+    assert (message["reasoning_content"], message["content"]) == ("where?", "There.")
+    assert len(message["tool_calls"]) == 1
     streamed = message_of(events(ask(answering(text, True, size), stream=True, **fields)))
     assert (streamed["reasoning_content"], streamed["content"]) == ("where?", "There.")
     hidden = ask(answering(text, True, size), include_reasoning=False, **fields).json()["choices"][0]["message"]
@@ -161,5 +164,6 @@ def test_every_choice_has_its_own_parts():
 
 
 def test_a_form_leaves_no_room_for_thoughts():
-    message = ask(answering("<think>x</think>", True), guided_regex=".*", stop=["\0"]).json()["choices"][0]["message"]
+    answer = ask(answering("<think>x</think>", True), guided_regex=".*", stop=["\0"])
+    message = answer.json()["choices"][0]["message"]
     assert message["content"] == "<think>x</think>" and "reasoning_content" not in message

@@ -29,7 +29,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      [("get", CITY), ("find", '{"q": "</tool_call>"}')]),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
-    ("hermes", '<tool_call>{"id": 7, "x": {"name": "no"}, "name": "f", "arguments": {}}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"id": 7, "x": {"name": "no"}, "name": "f", "arguments": {}}</tool_call>', "",
+     [("f", "{}")]),
     ("hermes", '<tool_call>{"answer": 1}</tool_call>', '<tool_call>{"answer": 1}</tool_call>', []),
     ("hermes", "<tool_call>never mind", "<tool_call>never mind", []),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut', "", [("f", '{"a": "cut')]),
@@ -47,7 +48,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", f"[TOOL_CALLS][{A}, {B}]", "", [("get", CITY), ("find", '{"q": "</tool_call>"}')]),
     ("mistral", f"Well[TOOL_CALLS] [{A}]", "Well", [("get", CITY)]),
     ("mistral", f"[TOOL_CALLS]get{CITY}", "", [("get", CITY)]),
-    ("mistral", f"[TOOL_CALLS]get[ARGS]{CITY}[TOOL_CALLS]find[CALL_ID]abc[ARGS]{{}}", "", [("get", CITY), ("find", "{}")]),
+    ("mistral", f"[TOOL_CALLS]get[ARGS]{CITY}[TOOL_CALLS]find[CALL_ID]abc[ARGS]{{}}", "",
+     [("get", CITY), ("find", "{}")]),
     ("mistral", "[TOOL_CALL] is no marker", "[TOOL_CALL] is no marker", []),
     ("list", f"[{A}, {B}]", "", [("get", CITY), ("find", '{"q": "</tool_call>"}')]),
 ]
@@ -166,7 +168,8 @@ def test_choices_become_grammars_and_scanners():
 
 @pytest.mark.parametrize("tools, choice, param", [
     ([{"type": "function"}], None, "tools[0].function.name"), ([{"type": "web"}], None, "tools[0].type"),
-    ([TOOL, TOOL], None, "tools[1].function.name"), ([TOOL], "sometimes", "tool_choice"), ([], "required", "tool_choice"),
+    ([TOOL, TOOL], None, "tools[1].function.name"), ([TOOL], "sometimes", "tool_choice"),
+    ([], "required", "tool_choice"),
     ([TOOL], {"type": "function", "function": {"name": "other"}}, "tool_choice"), ([TOOL], {"name": 1}, "tool_choice"),
     ([{"type": "function", "function": {"name": "a b"}}], None, "tools[0].function.name"),
     ([{"type": "function", "function": {"name": "a", "parameters": []}}], None, "tools[0].function.parameters")])
@@ -179,7 +182,8 @@ def test_bad_tools_are_refused_with_their_field(tools, choice, param):
 # ---------------------------------------------------------------- reasoning
 
 @pytest.mark.parametrize("text, is_open, thoughts, answer", [
-    ("<think>\nhm </b> so\n</think>\n\nYes.\n", False, "hm </b> so", "Yes.\n"), ("Yes <think>", False, "", "Yes <think>"),
+    ("<think>\nhm </b> so\n</think>\n\nYes.\n", False, "hm </b> so", "Yes.\n"),
+    ("Yes <think>", False, "", "Yes <think>"),
     ("hm\n</think> Yes", True, "hm", "Yes"), ("<think>hm </thi", False, "hm </thi", ""), ("<thin", False, "", "<thin"),
     ("\n<think></think>a", False, "", "a"), ("", False, "", ""), ("  plain", False, "", "  plain"),
     ("cut off", True, "cut off", "")])

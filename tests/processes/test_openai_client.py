@@ -118,7 +118,10 @@ def test_a_prompt_that_is_too_long_is_a_400_with_both_numbers(client: openai.Ope
     (dict(extra_body={"min_tokens": 9, "max_tokens": 3}), "min_tokens"),
     (dict(extra_body={"stop_token_ids": [VOCAB]}), None), (dict(extra_body={"top_k": "many"}), "top_k"),
     (dict(messages=[]), "messages"), (dict(messages=[{"role": "king", "content": "x"}]), "messages[0].role"),
-    (dict(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+    (dict(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name"),
+    (dict(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "what"}}}),
+     "structured_outputs"),
+    (dict(extra_body={"guided_regex": "[a"}), "structured_outputs"),
 ])
 def test_a_bad_parameter_is_a_400_that_names_it(client: openai.OpenAI, changes: dict[str, Any],
                                                 param: str | None) -> None:

@@ -45,7 +45,8 @@ SCHEMAS: list[Any] = [
     {"type": "object", "properties": {"a": {"$ref": "#/$defs/p"}}, "required": ["a"], "additionalProperties": False,
      "$defs": {"p": POINT}},
     {"$defs": {"n": {"type": "object", "properties": {"v": {"type": "boolean"}, "next": {
-        "anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}}, "required": ["v", "next"], "additionalProperties": False}},
+        "anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}},
+        "required": ["v", "next"], "additionalProperties": False}},
      "$ref": "#/$defs/n"},
     {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 99}]},
     {"oneOf": [{"const": "yes"}, {"const": "no"}]},
@@ -155,7 +156,8 @@ def test_a_regex_is_matched_and_a_choice_is_chosen():
         assert re.fullmatch(patterns[index // 2], text), text
 
 
-@pytest.mark.parametrize("grammar", ['start: "a" INT\nINT: /[0-9]{2}/', 'root ::= "a" [0-9] [0-9]'], ids=["lark", "gbnf"])
+@pytest.mark.parametrize("grammar", ['start: "a" INT\nINT: /[0-9]{2}/', 'root ::= "a" [0-9] [0-9]'],
+                         ids=["lark", "gbnf"])
 def test_a_grammar_in_either_notation_is_followed(grammar):
     rows = Rows(params_of(grammar=grammar))
     rows.run()
@@ -223,3 +225,12 @@ def test_a_gguf_vocabulary_reads_its_characters_as_bytes():
     assert tokenizer.decode_bytes([0, 1, 2, 4]) == " aä<tool>".encode()
     assert tokenizer.is_special_token(3) and not tokenizer.is_special_token(4)
     assert tokenizer.vocab_size == 8
+
+
+def test_min_tokens_holds_back_the_end_but_not_that_of_the_grammar():
+    def params(**form: Any) -> SamplingParams:
+        return params_of(**form).replace(min_tokens=12)
+    rows = Rows(*(params(regex="[ab]{1,300}").replace(seed=seed) for seed in range(6)), params(choice=["short"]))
+    rows.run()
+    assert all(len(text) >= 11 for text in rows.texts[:6])
+    assert rows.texts[6] == b"short" and rows.ends[6] == "grammar"

@@ -53,7 +53,7 @@ def test_every_unit_of_every_operation_runs_once(num_threads: int) -> None:
 
 
 def test_programs_of_different_sizes_take_turns() -> None:
-    """A thread that came late to a step once took the next program's number of units for this step's, and ran one twice;
+    """A thread that came late to a step once took the next program's number of units for its own, and ran one twice;
     it needs more threads than cores to show."""
     team = Team(8)
     programs = [Adding(team, num_ops, rows) for num_ops, rows in ((1, 1), (30, 64), (3, 2), (7, 0))]

@@ -22,7 +22,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from torch import Tensor
 
 from ipc.errors import FAULT, INVALID
-from ipc.structured_outputs import StructuredOutputs, grammar_text
+from ipc.structured_outputs import PARSER_LIMITS, StructuredOutputs, grammar_text
 from worker.request_state import RequestState
 from worker.sampling.jit_threads import RowKernels
 from worker.sampling.masks import apply_bitmask
@@ -31,9 +31,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 64 << 20                          # of compiled grammars, estimated
 NUM_FILL_THREADS = 2
-# The library's own limits, narrower than its defaults: at most about 60 MB and 30 ms a step for one grammar.
-LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
-                        max_lexer_states=30_000, max_grammar_size=200_000, verbose_errors=False)
+LIMITS = LLParserLimits(**PARSER_LIMITS, verbose_errors=False)
 
 Compiled = Future[LLMatcher]
 
@@ -80,7 +78,7 @@ class Grammars:
         if found is not None:
             self._cache.move_to_end(key)
             return found[0]
-        if self._compiler is None:              # one thread: the vocabulary is loaded once, and kernels keep their cores
+        if self._compiler is None:              # one thread: the vocabulary is loaded once
             self._compiler = ThreadPoolExecutor(1, "compile-grammars")
         compiled = self._compiler.submit(self._compile, spec)
         size = estimated_bytes(key)
