@@ -2,8 +2,8 @@
 
 A tiny model on the reference backend serves a steady load while core and worker are killed (SIGKILL) or stopped
 (SIGSTOP) at random moments. Every stream must be exactly the sequence that the same request gives undisturbed: no
-gap, no repeat, no other token. Prints what happened and one JSON object last; exit status 1 when anything was corrupt or
-below the goal.
+gap, no repeat, no other token. Prints what happened and one JSON object last; exit status 1 when anything was
+corrupt or too little succeeded.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Loop:
         assert plan is not None
         t1 = cpu_us()
         frames = codec.encode(plan, 1, plan.step)
-        recorder.note_plan(frames[0])
+        recorder.note_plan(bytes(frames[0]))
         core.plan_sent(2)
         received: SchedulerOutput = codec.decode(frames)[1]
         t3 = cpu_us()
@@ -286,7 +286,7 @@ def core_process(repeats: int = 5) -> dict[str, float]:
     return {"start_s": round(median(r[0] for r in results), 3), "resident_mb": round(median(r[1] for r in results), 1)}
 
 
-def idle(seconds: float) -> dict[str, float]:
+def idle(seconds: float) -> dict[str, Any]:
     """CPU and wake-ups of all processes of an idle engine."""
     import asyncio
 
@@ -303,7 +303,7 @@ def idle(seconds: float) -> dict[str, float]:
                 switches[pid] = next(int(line.split()[1]) for line in file if line.startswith("voluntary_ctxt"))
         return total, switches
 
-    async def run() -> dict[str, float]:
+    async def run() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             with open(os.path.join(folder, "config.json"), "w") as file:
                 json.dump(SEED_MODEL_CONFIG, file)

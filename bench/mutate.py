@@ -137,7 +137,7 @@ def mutate(node: ast.AST, kind: str) -> None:
     elif kind == "bool" and isinstance(node, ast.BoolOp):
         node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
     elif kind == "constant" and isinstance(node, ast.Constant):
-        node.value = node.value + 1
+        node.value = int(str(node.value)) + 1
     elif kind == "negate" and isinstance(node, (ast.If, ast.While)):
         node.test = ast.UnaryOp(ast.Not(), node.test)
 
@@ -165,7 +165,7 @@ def random_mutants(count: int, seed: int) -> list[Mutant]:
         node, kind = list(candidates(tree))[index]
         before = ast.unparse(node).split("\n")[0]
         if kind == "delete":
-            tree = _Delete(node).visit(tree)
+            _Delete(node).visit(tree)
             after = "pass"
         else:
             mutate(node, kind)

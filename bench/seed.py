@@ -57,7 +57,8 @@ async def run_once(llm: AsyncLLM, workload: Workload) -> tuple[list[list[int]], 
 
 async def measure(args: argparse.Namespace) -> int:
     workload = seed_workload(args.requests, args.seed)
-    baseline = SlotEngine(load_seed_model(args.seed, compiled_linears=args.attention_backend in ("auto", "jit")))
+    compiled = args.attention_backend in ("auto", "jit")
+    baseline = SlotEngine(load_seed_model(args.seed, compiled, args.threads))
     runs: dict[str, list[dict[str, Any]]] = {"slots": [], **{name: [] for name in POOLS}}
     engines: dict[str, AsyncLLM] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +76,8 @@ async def measure(args: argparse.Namespace) -> int:
         )
         try:
             for name, blocks in POOLS.items():
-                engines[name] = await AsyncLLM(folder, num_gpu_blocks_override=blocks, **options).start()
+                options.update(num_gpu_blocks_override=blocks, num_threads=args.threads)
+                engines[name] = await AsyncLLM(folder, **options).start()
             for repeat in range(args.repeat + 1):  # the first is warm-up
                 wanted, figures = baseline.generate(workload)
                 results = {"slots": figures}
@@ -134,6 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads of every engine; the model is tiny")
     parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction, default=True)
     return asyncio.run(measure(parser.parse_args(argv)))
 

@@ -28,6 +28,8 @@ from bench.stats import median, print_json
 from ipc.model_config import from_hf_config
 from ipc.model_source import ModelFiles
 from worker.jit import features
+from worker.jit.team import get_team
+from worker.linear.kernel import KernelLinear
 from worker.linear.pack import pack_float32
 from worker.linear.route import PackedLinear
 from worker.models.flat_model import FlatModel
@@ -270,7 +272,7 @@ def measure_slot_decode(model: FlatModel, batch: int, context: int, num_steps: i
     return num_tokens / elapsed
 
 
-def load_seed_model(seed: int = 0, compiled_linears: bool = False) -> FlatModel:
+def load_seed_model(seed: int = 0, compiled_linears: bool = False, num_threads: int = 0) -> FlatModel:
     """The test model of `bench seed` with random weights: the same for the same seed.
 
     compiled_linears: its linear layers are the worker's compiled float32 kernels, so that a comparison with the engine
@@ -279,23 +281,25 @@ def load_seed_model(seed: int = 0, compiled_linears: bool = False) -> FlatModel:
     config = from_hf_config(SEED_MODEL_CONFIG, "bench seed model")
     model = load_model(ModelFiles("dummy", "", config, "bench-seed"), dtype="float32", device="cpu", seed=seed)
     if compiled_linears and features.missing() is None:
+        torch.set_num_threads(1)  # as in the worker: one pool of threads computes, the kernels' own
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, Linear):
-                    setattr(module, name, CompiledLinear(child))
+                    setattr(module, name, CompiledLinear(child, num_threads))
     return model
 
 
 class CompiledLinear(torch.nn.Module):
     """A Linear whose product is done by the worker's compiled kernel."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, num_threads: int) -> None:
         super().__init__()
         self.packed = PackedLinear([pack_float32(linear.weight.detach().numpy())])
+        self.kernel = KernelLinear(self.packed, get_team(num_threads))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, K] float32 -> [M, N]."""
-        return self.packed(x.contiguous())
+        return self.kernel(x.contiguous())
 
 
 def main(argv: list[str] | None = None) -> int:

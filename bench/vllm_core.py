@@ -1,7 +1,7 @@
 """vLLM's scheduler, wire objects and host-side input preparation for decode steps, for `bench core --against vllm`.
 
-Runs in an interpreter that has vllm (0.32) installed; imports nothing of this project. CPU time of one thread, microseconds
-a step, medians; one JSON object as its last line. No model runs: the CPU runner class is used for preparation only.
+Runs in an interpreter that has vllm (0.32) installed; imports nothing of this project. CPU time of one thread,
+microseconds a step, medians; one JSON object as its last line. No model runs: the CPU runner only prepares.
 """
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def add_requests(scheduler: Any, rows: int) -> None:
     for i in range(rows):
         tokens = [(i * 7919 + j * 31) % 150_000 for j in range(512 + i % 16)]
         scheduler.add_request(Request(
-            request_id=f"cmpl-{i:08x}-0123456789abcdef", prompt_token_ids=tokens, pooling_params=None, block_hasher=hasher,
-            sampling_params=SamplingParams(max_tokens=100_000, ignore_eos=True)))
+            request_id=f"cmpl-{i:08x}-0123456789abcdef", prompt_token_ids=tokens, pooling_params=None,
+            block_hasher=hasher, sampling_params=SamplingParams(max_tokens=100_000, ignore_eos=True)))
 
 
 def make_runner(config: Any, scheduler: Any) -> Any:

@@ -67,7 +67,8 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     section = config.frontend
     metrics = Metrics(llm.served_model_name, config.frontend.metrics_prefix)
     llm.observers.append(metrics.observe)
-    server = HttpServer(build_app(llm, extra_rows=debug_rows(llm, metrics), section=section), socket_from_fd(config.listen_fd),
+    app = build_app(llm, extra_rows=debug_rows(llm, metrics), section=section)
+    server = HttpServer(app, socket_from_fd(config.listen_fd),
                         max_connections=section.max_connections, ssl_certfile=section.ssl_certfile,
                         ssl_keyfile=section.ssl_keyfile)
     await server.start()

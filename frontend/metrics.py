@@ -57,13 +57,13 @@ class Metrics:
         self.prefix, self.model_name = prefix, model_name
         self.registry = CollectorRegistry(auto_describe=False)
         self._families: list[Metric] = []
-        self.registry.register(self)  # type: ignore[arg-type]
+        self.registry.register(self)
         self.finished: dict[str, int] = {}
         self.num_prompt_tokens = self.num_generation_tokens = 0
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
-            return made.labels(model_name)  # type: ignore[return-value]
+            return made.labels(model_name)
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT)
         self._tpot = histogram("request_time_per_output_token_seconds", "(end - first token) / (tokens - 1).", ITL)

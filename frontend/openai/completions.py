@@ -61,7 +61,8 @@ def _shape(engine: EngineLike, request: CompletionRequest, prompt: str | bytes) 
     echo = bool(request.echo)
     text = ""
     if echo:
-        text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt, request.skip_special_tokens is not False)
+        skip = request.skip_special_tokens is not False
+        text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt, skip)
     return Shape(echo, not (echo and max_tokens == 0), text)
 
 

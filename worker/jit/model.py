@@ -21,6 +21,7 @@ from worker.attention.base import AttentionBackend, BatchMeta
 from worker.jit import attend, embed, matmul, norm, rope, silu
 from worker.jit import program as pg
 from worker.jit import step as st
+from worker.jit.choice import ThreadChoice
 from worker.jit.team import Team, get_team
 from worker.jit.workspace import AttentionWorkspace
 from worker.linear.formats import BLOCK, aligned_empty
@@ -64,6 +65,7 @@ class JitModel:
         if reason is not None:
             raise ConfigError(f"the compiled kernels cannot run this model: {reason}; use --attention-backend cpu")
         self.config, self.team = config, team or get_team()
+        self._choice, self._head_choice = ThreadChoice(), ThreadChoice()
         self.layers: list[dict[str, PackedLinear]] = []
         self.norms: list[tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32] | None]] = []
         for index in range(config.num_hidden_layers):
@@ -132,7 +134,7 @@ class JitModel:
         step = self.workspace.bind(meta, num_rows, kv_caches[0], scale=None, window=self.config.sliding_window)
         ids, places = input_ids.contiguous(), positions.contiguous()
         step[st.IDS], step[st.POSITIONS] = ids.data_ptr(), places.data_ptr()
-        self.team.run(self._program.address, self._program.num_ops, step)
+        self.team.run(self._program.address, self._program.num_ops, step, self._choice)
         return self._hidden[:num_rows]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ class JitModel:
             elif row[pg.CODE] == pg.MATMUL and row[matmul.KIND] < 2:
                 row[matmul.X] = rows.data_ptr()
         self._head_step[st.NUM_ROWS] = len(rows)
-        self.team.run(self._head_program.address, self._head_program.num_ops, self._head_step)
+        self.team.run(self._head_program.address, self._head_program.num_ops, self._head_step, self._head_choice)
         return self._logits[:len(rows), :self.config.vocab_size]
 
     # -------------------------------------------------------------- buffers and programs

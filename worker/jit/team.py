@@ -22,6 +22,7 @@ import os
 import platform
 import sys
 import threading
+import time
 
 import numpy as np
 from numba import types
@@ -29,12 +30,13 @@ from numba import types
 from worker.jit import step as st
 from worker.jit.atomics import atomic_add, atomic_load, atomic_store, compare_and_swap, pause
 from worker.jit.attend_plan import plan_attention
+from worker.jit.choice import ThreadChoice
 from worker.jit.program import NUM_UNITS, OP_BYTES, prepare, run_unit
 from worker.jit.vector import device, entry, get_i64, set_i64
 
 # The control block, int64 fields; those that threads write lie in cache lines of their own.
-GENERATION, IDLE, SLEEPING, STOP, PROGRAM, NUM_OPS, STEP, COUNTERS, TIMEOUT, THREADS = (
-    0, 8, 16, 24, 32, 33, 34, 35, 40, 42)
+GENERATION, IDLE, SLEEPING, STOP, PROGRAM, NUM_OPS, STEP, COUNTERS, TIMEOUT, THREADS, ALONE = (
+    0, 8, 16, 24, 32, 33, 34, 35, 40, 42, 48)
 CONTROL_SIZE = 64
 COUNTER_BYTES = 128
 MAX_OPS = 4096
@@ -118,7 +120,7 @@ def _publish(control, generation):  # type: ignore[no-untyped-def]
         # whoever is takes operations in order and waits for each.
         atomic_store(word, (generation << _GENERATION_SHIFT) | (units << _UNITS_SHIFT))
     atomic_store(control + 8 * GENERATION, generation)
-    if atomic_load(control + 8 * IDLE) > 0:
+    if atomic_load(control + 8 * IDLE) > 0 and atomic_load(control + 8 * ALONE) == 0:
         _wake(control + 8 * GENERATION)
 
 
@@ -149,7 +151,9 @@ def run_team(control, thread):  # type: ignore[no-untyped-def]
         if atomic_load(control + 8 * STOP) != 0:
             return
         seen = generation
-        _execute(control, generation, thread)
+        # Of a later step this flag may already be: then this generation's tickets are gone, whichever way is taken.
+        if atomic_load(control + 8 * ALONE) == 0:
+            _execute(control, generation, thread)
 
 
 class Team:
@@ -186,8 +190,11 @@ class Team:
         """A bound method, so that a thread keeps the memory it reads alive until it has left."""
         run_team(self.address, number)
 
-    def run(self, program: int, num_ops: int, step: np.ndarray) -> None:
-        """Execute a program (its address) on this step record, and return when it is done."""
+    def run(self, program: int, num_ops: int, step: np.ndarray, choice: ThreadChoice | None = None) -> None:
+        """Execute a program (its address) on this step record, and return when it is done.
+
+        `choice` decides whether the other threads take part; without it they do.
+        """
         if num_ops > MAX_OPS:
             raise ValueError(f"a program of {num_ops} operations; the team holds {MAX_OPS}")
         if step[st.NUM_ROWS] > MAX_ROWS:        # an operation has at most MAX_UNITS units
@@ -198,13 +205,21 @@ class Team:
         with self._lock:
             self._control[PROGRAM], self._control[NUM_OPS], self._control[STEP] = program, num_ops, step.ctypes.data
             step[st.NUM_THREADS] = self.num_threads
+            if choice is None or self.num_threads == 1:
+                self._control[ALONE] = 0
+                run_team(self.address, 0)
+                return
+            rows = int(step[st.NUM_ROWS])
+            self._control[ALONE] = alone = choice.alone(rows)
+            begin = time.perf_counter_ns()
             run_team(self.address, 0)
+            choice.observe(rows, alone, time.perf_counter_ns() - begin)
 
     def stop(self) -> None:
         """End the threads; the team cannot be used afterwards."""
         with self._lock:
             if self._threads:
-                self._control[STOP], self._control[NUM_OPS] = 1, 0
+                self._control[STOP], self._control[NUM_OPS], self._control[ALONE] = 1, 0, 0
                 self._control[STEP] = self._no_step.ctypes.data
                 run_team(self.address, 0)
                 for thread in self._threads:
