@@ -102,7 +102,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--scheduling-policy", "scheduler.policy", str, "order of the waiting queue", POLICIES),
         Option("--preemption-mode", "scheduler.preemption_mode", str, "what happens when the pool is full",
                PREEMPTION_MODES),
-        Option("--async-scheduling", "scheduler.async_scheduling", bool, "plan a step before the last one's results"),
+        Option("--async-scheduling", "scheduler.async_scheduling", bool, "plan a step before the last one's results",
+               aliases=("--sync-scheduling",)),
         Option("--priority-aging-steps", "scheduler.priority_aging_steps", parse_count,
                "priority policy: steps of waiting that are worth one level"),
         Option("--lpm-max-overtakes", "scheduler.lpm_max_overtakes", parse_count,
@@ -125,6 +126,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--host", "frontend.host", str, "address to listen on"),
         Option("--port", "frontend.port", int, "TCP port; 0: any free one"),
         Option("--served-model-name", "frontend.served_model_name", str, "the name that clients use"),
+        Option("--drain-timeout", "frontend.drain_timeout", float,
+               "seconds that running streams get after SIGTERM; a second signal ends them"),
         Option("--metrics-prefix", "frontend.metrics_prefix", str, "namespace of the names on /metrics"),
         Option("--api-key", "frontend.api_keys", str, "a key that clients must send; repeatable", is_list=True,
                is_secret=True),
@@ -167,6 +170,9 @@ def make_parser(prog: str = "launch.py", *, is_server: bool = True, takes_model:
             text = (option.help + default_text(option)).replace("%", "%%")
             if option.parse is bool:
                 group.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=text)
+                for alias in option.aliases:
+                    group.add_argument(alias, dest=option.name, action="store_false", default=argparse.SUPPRESS,
+                                       help=f"the same as --no-{option.flag[2:]}")
             else:
                 group.add_argument(option.flag, *option.aliases, dest=option.name, type=_argument(option.parse),
                                    choices=option.choices, help=text, action="append" if option.is_list else "store",

@@ -104,6 +104,7 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str = ""                 # "": the name given as --model
+    drain_timeout: float = 0.0                  # seconds that running streams get after SIGTERM; 0: they end at once
     metrics_prefix: str = "vllm"                # namespace of /metrics: dashboards made for vLLM work as they are
     max_connections: int = 4096                 # open at once; more are answered 503 and closed
     api_keys: tuple[str, ...] = ()              # none: whoever reaches the port may use it
@@ -117,6 +118,7 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def __post_init__(self) -> None:
         _range("port", self.port, 0, 65535)
+        _range("drain_timeout", self.drain_timeout, 0.0, 86_400.0)
         _range("max_connections", self.max_connections, 1, 1 << 20)
         for name in ("api_key", "admin_api_key"):
             for key in getattr(self, f"{name}s"):

@@ -264,7 +264,8 @@ class Supervisor:
         if self.failure is not None or not self.num_stops:
             self._shut_down(self.children, _FAULT_S)
         else:
-            self._shut_down(self.frontends, _FRONTEND_S)
+            drain_s = self.config.frontend.drain_timeout
+            self._shut_down(self.frontends, _FRONTEND_S + drain_s, drain_s)
             self._shut_down([self.core], _CORE_S)
             self._shut_down(self.workers, _WORKER_S)
         if self.num_stops < 2:
@@ -281,12 +282,12 @@ class Supervisor:
             self.listener.close()
         self.run_dir.remove()
 
-    def _shut_down(self, children: list[Child], seconds: float) -> None:
+    def _shut_down(self, children: list[Child], seconds: float, drain_s: float = 0.0) -> None:
         if self.num_stops >= 2:
             return
         reason = self.failure.reason if self.failure is not None else "the engine is stopping"
         for child in children:
-            child.send(Shutdown(reason))
+            child.send(Shutdown(reason, drain_s))
         self._wait_for(children, seconds)
 
     def _wait_for(self, children: list[Child], seconds: float) -> None:
