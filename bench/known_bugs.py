@@ -56,9 +56,8 @@ KNOWN_BUGS = [
     KnownBug(
         "a preempted request frees its blocks twice",
         _S,
-        "        self._leave(request)\n        self.blocks.free(request.blocks)\n        request.blocks = []\n"
-        "        self.waiting.push",
-        "        self._leave(request)\n        self.blocks.free(request.blocks)\n        self.waiting.push",
+        "        self._leave(request)\n        self.blocks.free(request.blocks)\n        request.blocks = []\n",
+        "        self._leave(request)\n        self.blocks.free(request.blocks)\n",
     ),
     KnownBug(
         "what a failed step published stays published",
@@ -105,10 +104,13 @@ KNOWN_BUGS = [
         "                pass\n",
     ),
     KnownBug(
-        "a preempted request returns before its newest token is known",
+        "a preempted request returns in the same step, before its newest token is known",
         _A,
-        "if request is None or request.num_in_flight:",
-        "if request is None:",
+        "        if request is None or request.num_in_flight:        # its newest token is still being computed\n"
+        "            break\n"
+        "        if request in step.preempted:                       # this plan copies its blocks out; it cannot copy "
+        "them back\n            break\n",
+        "        if request is None:\n            break\n",
     ),
     KnownBug(
         "computed counts one token too few after a step of many",
@@ -148,10 +150,10 @@ KNOWN_BUGS = [
         "                victim = order[0]",
     ),
     KnownBug(
-        "requests are admitted in a step that had to preempt",
-        _S,
-        "        if len(step.preempted) == num_urgent:",
-        "        if True:",
+        "the newest token counts as computed",
+        _R,
+        "        self.known[row] = self.length[row] = length\n",
+        "        self.known[row] = self.length[row] = length - 1\n",
     ),
     KnownBug(
         "max_tokens is not clamped to what fits the pool",
@@ -163,10 +165,10 @@ KNOWN_BUGS = [
         "a partial match copies a block that this very step computes", _A, "{b for b, _ in step.published})", "set())"
     ),
     KnownBug(
-        "a reset of the prefix cache keeps what running requests hold",
+        "after a reset of the prefix cache, what running requests compute from old blocks is found again",
         _S,
-        "        self.cache_epoch += 1\n        self.blocks.forget()",
-        "        self.blocks.forget()",
+        "is_old = request.row >= 0 or request.num_swapped_tokens > 0",
+        "is_old = False",
     ),
     KnownBug(
         "host slots are reused within the plan that reads them",
