@@ -77,8 +77,7 @@ class Recorder:
     def note(self, what: int, number: int, frames: Any) -> None:
         """One message that the core is about to be given; frames as received, without the routing id."""
         self._events.append((what, number, frames))
-        for frame in frames:
-            self._num_bytes += len(frame)
+        self._num_bytes += len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
 
     def note_plan(self, frame: bytes) -> None:
         """The core made this plan (its first frame; b"" when it made none). Only its body counts: a header numbers."""
