@@ -34,12 +34,7 @@ class LLM:
             raise
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return run_on(self._loop, coroutine)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -128,6 +123,16 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Wait for a coroutine on a loop that runs in another thread. An interrupted wait cancels it."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

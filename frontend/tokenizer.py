@@ -23,7 +23,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from frontend.gguf_tokenizer import TokenizerParts, add_bos, tokenizer_from_gguf
 from ipc.errors import ConfigError, RequestError
 from ipc.gguf import read_gguf
-from ipc.model_source import ModelFiles
+from ipc.model_source import ModelFiles, read_json_object
 
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
           "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
@@ -273,7 +273,7 @@ def _parts_from_folder(files: ModelFiles) -> TokenizerParts:
     backend.no_padding()                 # both may be stored in the file, left from training
     backend.no_truncation()
     config_path = os.path.join(files.path, "tokenizer_config.json")
-    config = _read_object(config_path) if os.path.isfile(config_path) else {}
+    config = read_json_object(config_path) if os.path.isfile(config_path) else {}
     _add_missing_tokens(backend, config.get("added_tokens_decoder") or {}, config_path)
     special_tokens = {}
     for key, value in config.items():
@@ -311,7 +311,7 @@ def _chat_templates(folder: str, config: dict[str, Any]) -> dict[str, str]:
     elif isinstance(inside, list):
         templates |= {entry["name"]: entry["template"] for entry in inside}
     json_path = os.path.join(folder, "chat_template.json")
-    if os.path.isfile(json_path) and isinstance(text := _read_object(json_path).get("chat_template"), str):
+    if os.path.isfile(json_path) and isinstance(text := read_json_object(json_path).get("chat_template"), str):
         templates["default"] = text
     paths = {"default": os.path.join(folder, "chat_template.jinja")}
     for path in glob.glob(os.path.join(glob.escape(folder), "additional_chat_templates", "*.jinja")):
@@ -321,14 +321,3 @@ def _chat_templates(folder: str, config: dict[str, Any]) -> dict[str, str]:
             with open(path, encoding="utf-8") as file:
                 templates[name] = file.read()
     return templates
-
-
-def _read_object(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value

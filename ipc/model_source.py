@@ -123,7 +123,7 @@ def _from_folder(path: str, load_format: str, served_name: str) -> ModelFiles:
         missing = missing_files(path)
         if missing:
             raise ConfigError(f"model folder {path} is incomplete: {missing}")
-    config = from_hf_config(_read_json(os.path.join(path, "config.json")), os.path.join(path, "config.json"),
+    config = from_hf_config(read_json_object(os.path.join(path, "config.json")), os.path.join(path, "config.json"),
                             _generation_config(path))
     return ModelFiles("dummy" if load_format == "dummy" else "safetensors", path, config, served_name)
 
@@ -134,7 +134,7 @@ def missing_files(path: str) -> str:
     if "config.json" not in names:
         return "no config.json"
     if "model.safetensors.index.json" in names:
-        index = _read_json(os.path.join(path, "model.safetensors.index.json"))
+        index = read_json_object(os.path.join(path, "model.safetensors.index.json"))
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):
             return "model.safetensors.index.json has no weight_map"
@@ -156,10 +156,11 @@ def missing_files(path: str) -> str:
 def _generation_config(path: str) -> dict[str, Any] | None:
     """generation_config.json, which for many chat models alone lists every end-of-turn token."""
     generation = os.path.join(path, "generation_config.json")
-    return _read_json(generation) if os.path.isfile(generation) else None
+    return read_json_object(generation) if os.path.isfile(generation) else None
 
 
-def _read_json(path: str) -> dict[str, Any]:
+def read_json_object(path: str) -> dict[str, Any]:
+    """Raises ConfigError, naming the file, for anything but a JSON object."""
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from frontend.async_llm import AsyncLLM
 from frontend.cli.common import StartError
+from frontend.llm import run_on
 from frontend.outputs import RequestOutput
 from ipc.config import EngineConfig
 from ipc.errors import EngineDeadError, RequestError, RequestFailedError
@@ -178,12 +179,7 @@ class EngineSource:
         self.name = self.llm.served_model_name
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return run_on(self._loop, coroutine)
 
     def chat(self, messages: list[dict[str, Any]], params: dict[str, Any]) -> Iterator[Piece]:
         return self._stream(self.llm.render_chat(messages), params)
