@@ -119,6 +119,8 @@ class Tokenizer:
     def encode_ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """The same as a list."""
         _check_text(text)
+        if len(text) > _LONG_TEXT_CHARS:        # seconds for megabytes, and `encode` alone keeps the interpreter's lock
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:

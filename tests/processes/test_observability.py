@@ -1,0 +1,86 @@
+"""/metrics, /debug/timeline and `launch.py profile` on the real three processes."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from frontend import SamplingParams
+from frontend.timeline import STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def get(engine: Any, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{engine.server.port}{path}", timeout=30) as answer:
+        return bytes(answer.read())
+
+
+def post(engine: Any, max_tokens: int) -> None:
+    body = json.dumps({"prompt": "Go on", "max_tokens": max_tokens, "ignore_eos": True}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{engine.server.port}/v1/completions", body,
+                                     {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=60).read()
+
+
+def samples(engine: Any) -> dict[str, float]:
+    families = text_string_to_metric_families(get(engine, "/metrics").decode())
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_metrics_count_what_was_served_in_the_known_names(engine: Any) -> None:
+    before = samples(engine)
+    post(engine, 7)
+    after = samples(engine)
+    assert after["vllm:generation_tokens_total"] - before.get("vllm:generation_tokens_total", 0) == 7
+    for name in ("vllm:time_to_first_token_seconds_count", "vllm:e2e_request_latency_seconds_count",
+                 "vllm:request_prompt_tokens_count"):
+        assert after[name] - before.get(name, 0) == 1
+    assert after["vllm:num_requests_running"] == 0 and 0 <= after["vllm:kv_cache_usage_perc"] <= 1
+
+
+def test_the_timeline_has_every_step_in_causal_order(engine: Any) -> None:
+    post(engine, 30)
+    report = json.loads(get(engine, "/debug/timeline?seconds=60"))
+    assert report["num_steps"] >= 30 and set(report["stages"]) == {name for name, *_ in STAGES}
+    assert {p["role"] for p in report["processes"]} >= {"worker", "engine_core", "frontend"}
+    trace = json.loads(get(engine, "/debug/timeline?seconds=60&format=trace"))["traceEvents"]
+    arrows: dict[int, list[float]] = {}
+    for event in trace:
+        if event.get("cat") == "step":
+            arrows.setdefault(event["id"], []).append(event["ts"])
+    assert len(arrows) == report["num_steps"] and all(times == sorted(times) for times in arrows.values())
+
+
+@pytest.mark.parametrize("query", ["seconds=-1", "seconds=x", "seconds=1e9"])
+def test_a_bad_window_is_a_400(engine: Any, query: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as failure:
+        get(engine, f"/debug/timeline?{query}")
+    assert failure.value.code == 400 and b"seconds" in failure.value.read()
+
+
+def test_profile_attaches_to_a_running_server_and_says_what_bounds_it(engine: Any, tmp_path: Path) -> None:
+    post(engine, 20)
+    trace = tmp_path / "t.json"
+    done = subprocess.run([sys.executable, str(ROOT / "launch.py"), "profile", "--url",
+                           f"http://127.0.0.1:{engine.server.port}", "--seconds", "1", "--trace", str(trace)],
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "bound" in done.stdout or "idle" in done.stdout
+    assert "traceEvents" in json.loads(trace.read_text())
+
+
+def test_the_library_has_the_same_timeline(engine: Any) -> None:
+    async def run() -> int:
+        async for _ in engine.llm.generate([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True)):
+            pass
+        return len(engine.llm.timeline.window())
+
+    assert engine.loop.run(run()) >= 12
