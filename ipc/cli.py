@@ -34,7 +34,8 @@ def parse_size(text: str | int) -> int:
     """Bytes: 512MiB, 1GiB = 1G, 1GB = 1g = 10**9. A bare small number is refused: elsewhere it would have meant GiB."""
     size = _number(text, is_size=True)
     if 0 < size < _SMALLEST_SIZE:
-        raise ConfigError(f"size {text} is {size} bytes; write the unit, for example {text}GiB")
+        raise ConfigError(f"size {text} is {size} bytes; " + (
+            f"write the unit, for example {text}GiB" if str(text).strip().isdigit() else "at least 64KiB, or 0"))
     return size
 
 

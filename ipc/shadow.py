@@ -16,4 +16,4 @@ def check_not_shadowed() -> None:
         if not any(os.path.realpath(place) == os.path.realpath(os.path.join(ROOT, name)) for place in places):
             where = (spec.origin or (places[0] if places else "a namespace")) if spec is not None else "nowhere"
             raise ImportError(f"package {name!r} is found at {where}, which hides {os.path.join(ROOT, name)}; rename "
-                              f"that folder, or put {ROOT} first on PYTHONPATH")
+                              f"that folder, or run python -P with {ROOT} first on PYTHONPATH")

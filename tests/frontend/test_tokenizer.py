@@ -257,3 +257,10 @@ def test_the_default_models_tokenizer_knows_its_chat_tokens() -> None:
     assert tokenizer.encode_ids("<|im_start|>user\nhi<|im_end|>\n", True) == [1, 4093, 198, 6004, 2, 198]
     assert tokenizer.decode(tokenizer.encode(CORPUS[1], True)) == CORPUS[1]
     assert "SmolLM" in tokenizer.chat_templates["default"]
+
+
+def test_a_long_text_gives_the_ids_that_it_gives_in_one_call() -> None:
+    """Long texts are encoded without the interpreter's lock, so that a megabyte does not stop the event loop."""
+    tokenizer = from_gguf("smollm")
+    text = "a b " * 20_000 + SPECIALS[0]
+    assert tokenizer.encode_ids(text, True) == tokenizer._backend.encode(text, add_special_tokens=True).ids
