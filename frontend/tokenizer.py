@@ -25,6 +25,8 @@ from ipc.errors import ConfigError, RequestError
 from ipc.gguf import read_gguf
 from ipc.model_source import ModelFiles, read_json_object
 
+_LONG_TEXT_CHARS = 16_384                       # above it, encoding gives up the interpreter's lock
+
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
           "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 

@@ -28,8 +28,7 @@ STARTED = "THREEFOLD_STARTED"                # time.monotonic() of the user's co
 IN_VENV = "THREEFOLD_IN_VENV"                # the change was made: a second one would never end
 LEAST_FREE_MB = 1000
 # MB: (to download, on disk). With an index whose plain torch is the build for CUDA, "cpu" costs as much as "cuda".
-SIZES = {"cpu": (200, 900), "cuda": (2500, 5500), "base": (40, 150), "test": (400, 1700), "triton": (190, 900),
-         "jit": (50, 200)}
+SIZES = {"cpu": (200, 900), "cuda": (2500, 5500), "base": (90, 350), "test": (400, 1700), "triton": (190, 900)}
 
 
 class SetupError(Exception):

@@ -22,7 +22,7 @@ def missing() -> str | None:
     """None if kernels can be compiled here, else why not, as one line for a log."""
     for name in ("numba", "llvmlite"):
         if importlib.util.find_spec(name) is None:
-            return f"the package {name} is not installed (python launch.py setup --extra jit)"
+            return f"the package {name} is not installed (python launch.py setup)"
     if os.name != "posix":
         return f"the thread team needs a POSIX system, this is {os.name}"
     return None
