@@ -151,6 +151,8 @@ class Chat:
                 line = input("you> " if is_typed else "")
                 while line.endswith("\\"):
                     line = line[:-1] + "\n" + input("...> " if is_typed else "")
+                if not self.handle(line):
+                    return EXIT_CLEAN
             except EOFError:
                 if is_typed:
                     print(file=sys.stderr)
@@ -159,9 +161,6 @@ class Chat:
                 if not is_typed:
                     raise
                 say("   (Ctrl-D or /quit ends the program)")
-                continue
-            if not self.handle(line):
-                return EXIT_CLEAN
 
 
 # ---------------------------------------------------------------- options that chat and complete share

@@ -43,6 +43,15 @@ class Terminal:
         """What the kernel does at Ctrl-C, to the one process of the foreground."""
         os.kill(self.process.pid, signal.SIGINT)
 
+    def interrupt_until(self, text: str) -> None:
+        """Ctrl-C again if the first came before the program waited for a key: readline notices it at the next."""
+        deadline = time.monotonic() + HARD_TIMEOUT_S
+        while text not in self.seen:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.seen!r}"
+            self.interrupt()
+            while text not in self.seen and select.select([self.master], [], [], 0.5)[0]:
+                self.seen += os.read(self.master, 65536).decode("utf-8", "replace")
+
     def end(self) -> int:
         """The exit status. Reads on, so that the program can write its last lines."""
         while self.process.poll() is None:
@@ -61,6 +70,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(engine: RunningEngine, temp: s
         talk(terminal, engine)
     finally:
         terminal.process.kill()
+        terminal.process.wait()
 
 
 def talk(terminal: Terminal, engine: RunningEngine) -> None:
@@ -73,8 +83,8 @@ def talk(terminal: Terminal, engine: RunningEngine) -> None:
     engine.loop.run(wait_idle(engine.llm))                       # the server aborted the request
     terminal.type("/stats\n")
     terminal.expect("together")
-    terminal.interrupt()                                         # at the prompt it clears the line
-    terminal.expect("Ctrl-D or /quit ends the program")
+    terminal.expect("you> ", 3)
+    terminal.interrupt_until("Ctrl-D or /quit ends the program")  # at the prompt it clears the line
     terminal.type("/quit\n")
     assert terminal.end() == 0, terminal.seen
     assert "Traceback" not in terminal.seen
