@@ -46,17 +46,7 @@ def make_meta(query_lens: list[int], seq_lens: list[int], generator: torch.Gener
     for r, chunk in enumerate(torch.split(blocks, counts.tolist())):
         table[r, : len(chunk)] = chunk
     slots = torch.zeros(int(starts[-1]), dtype=torch.int64)
-    return BatchMeta(
-        torch.from_numpy(starts),
-        torch.from_numpy(lengths),
-        table,
-        slots,
-        BLOCK_SIZE,
-        starts,
-        lengths,
-        max(query_lens),
-        int(lengths.max()),
-    )
+    return BatchMeta.of(starts, lengths, table, slots, BLOCK_SIZE)
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:

@@ -98,17 +98,7 @@ def make_meta(query_lens: list[int], seq_lens: list[int], block_size: int) -> Ba
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     lengths = np.array(seq_lens, np.int32)
     table = torch.zeros((len(seq_lens), -(-max(seq_lens) // block_size)), dtype=torch.int32)
-    return BatchMeta(
-        torch.from_numpy(starts),
-        torch.from_numpy(lengths),
-        table,
-        torch.zeros(int(starts[-1]), dtype=torch.long),
-        block_size,
-        starts,
-        lengths,
-        max(query_lens),
-        int(lengths.max()),
-    )
+    return BatchMeta.of(starts, lengths, table, torch.zeros(int(starts[-1]), dtype=torch.long), block_size)
 
 
 Case = Callable[[int], object]  # launches on a chip of this capability

@@ -260,9 +260,7 @@ def round_trip(rows: int, steps: int) -> dict[str, float]:
 def core_process(repeats: int = 5) -> dict[str, float]:
     """Importing the core in a fresh interpreter: seconds and resident memory."""
     code = (
-        "import time; t = time.perf_counter()\nimport engine_core.main\nfrom bench.core import Loop\n"
-        if False
-        else "import time; t = time.perf_counter()\n"
+        "import time; t = time.perf_counter()\n"
         "import engine_core.main\n"
         "from engine_core.core import EngineCore\n"
         "from ipc.config import CacheConfig, SchedulerConfig\n"

@@ -88,8 +88,7 @@ class Bench:
         positions = np.tile(np.arange(context - tokens, context), rows)
         row = np.repeat(np.arange(rows), tokens)
         slots = self.table[row, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-        meta = BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), torch.from_numpy(self.table[:rows]),
-                         torch.from_numpy(slots), BLOCK_SIZE, starts, lengths, tokens, context)
+        meta = BatchMeta.of(starts, lengths, torch.from_numpy(self.table[:rows]), torch.from_numpy(slots), BLOCK_SIZE)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.model.config.vocab_size, (rows * tokens,), generator=generator)
         places, last = torch.from_numpy(positions), torch.from_numpy(starts[1:].astype(np.int64) - 1)

@@ -145,18 +145,7 @@ def make_batch(
     def on_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(bench.device)
 
-    meta = BatchMeta(
-        on_device(starts),
-        on_device(lengths),
-        on_device(table),
-        on_device(slots),
-        block_size,
-        starts,
-        lengths,
-        max(query_lens),
-        int(lengths.max()),
-    )
-    return meta, cache
+    return BatchMeta.of(starts, lengths, on_device(table), on_device(slots), block_size), cache
 
 
 def measure_ceilings(bench: Bench) -> None:

@@ -39,7 +39,7 @@ def modelled_time(workload: Workload, mode: str, *, is_cached: bool, overhead_ns
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
         core.handle(0, AddRequest(index, prompt.data.cast("B"), params))
     in_flight: collections.deque[tuple[SchedulerOutput, int]] = collections.deque()
-    total, planned_tokens = 0, 0
+    total = 0
     while True:
         while core.can_plan() and (plan := core.plan()) is not None:
             core.plan_sent(0)
@@ -47,7 +47,6 @@ def modelled_time(workload: Workload, mode: str, *, is_cached: bool, overhead_ns
         if not in_flight:
             break
         plan, num_tokens = in_flight.popleft()
-        planned_tokens += num_tokens
         device_ns = overhead_ns + TOKEN_NS * num_tokens if num_tokens else 0
         total += device_ns + copy_ns * (len(plan.swap_out) + len(plan.swap_in)) // 16   # a pair is 8 bytes, half a trip
         result = worker.execute(plan)

@@ -57,8 +57,7 @@ def build(
         return table[r, p // S].long() * S + p % S
 
     def meta_for(slot_mapping: torch.Tensor) -> BatchMeta:
-        return BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), table, slot_mapping, S, starts, lengths,
-                         max(query_lens), int(lengths.max()))
+        return BatchMeta.of(starts, lengths, table, slot_mapping, S)
 
     def rows(tensors: list[torch.Tensor], past: bool) -> torch.Tensor:
         parts = []

@@ -19,8 +19,7 @@ def make_meta(query_lens: list[int], seq_lens: list[int], table: torch.Tensor, s
     for r, (t, n) in enumerate(zip(query_lens, seq_lens, strict=True)):
         p = torch.arange(n - t, n)
         slots.append(table[r, p // size].long() * size + p % size if n else torch.full((t,), -1))
-    return BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), table, torch.cat(slots), size, starts,
-                     lengths, max(query_lens), int(lengths.max()))
+    return BatchMeta.of(starts, lengths, table, torch.cat(slots), size)
 
 
 class Contexts:

@@ -70,8 +70,7 @@ class Running:
         table = np.ascontiguousarray(self.table[requests])
         row = np.repeat(np.arange(len(requests)), counts)
         slots = table[row, positions // SIZE].astype(np.int64) * SIZE + positions % SIZE
-        meta = BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), torch.from_numpy(table),
-                         torch.from_numpy(slots), SIZE, starts, lengths, max(counts), int(lengths.max()))
+        meta = BatchMeta.of(starts, lengths, torch.from_numpy(table), torch.from_numpy(slots), SIZE)
         with torch.inference_mode():
             hidden = self.model(torch.tensor(sum(tokens, [])), torch.from_numpy(positions), self.pool.caches, meta,
                                 self.backend)

@@ -78,8 +78,7 @@ class PagedRun:
         positions = torch.arange(start, self.length)
         slots = self.table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         starts, lengths = np.array([0, len(tokens)], np.int32), np.array([self.length], np.int32)
-        meta = BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), self.table[None], slots, BLOCK_SIZE,
-                         starts, lengths, len(tokens), self.length)
+        meta = BatchMeta.of(starts, lengths, self.table[None], slots, BLOCK_SIZE)
         with torch.inference_mode():
             hidden = self.model(torch.tensor(tokens), positions, self.caches, meta, self.backend)
             return self.model.compute_logits(hidden)

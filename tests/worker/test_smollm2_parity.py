@@ -91,8 +91,7 @@ def paged_greedy(model: FlatModel, prompts: list[list[int]]) -> list[list[int]]:
                            for r, span in zip(rows, spans)])
         starts = np.cumsum([0] + [len(span) for span in spans]).astype(np.int32)
         lengths = np.array(ends, np.int32)
-        meta = BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), tables[rows], slots, BLOCK_SIZE, starts,
-                         lengths, max(map(len, spans)), max(ends))
+        meta = BatchMeta.of(starts, lengths, tables[rows], slots, BLOCK_SIZE)
         ids = torch.tensor([token for r, end in zip(rows, ends) for token in tokens[r][computed[r]:end]])
         with torch.inference_mode():
             hidden = model(ids, torch.cat(spans), caches, meta, backend)

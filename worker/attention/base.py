@@ -42,6 +42,15 @@ class BatchMeta:
     # that reuses the object for another step clears it.
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @classmethod
+    def of(cls, query_start_loc: np.ndarray, seq_lens: np.ndarray, block_table: Tensor, slot_mapping: Tensor,
+           block_size: int) -> BatchMeta:
+        """From the lengths on the host, int32 [R+1] and [R], and the table and slots on the device that runs."""
+        device = block_table.device
+        return cls(torch.from_numpy(query_start_loc).to(device), torch.from_numpy(seq_lens).to(device), block_table,
+                   slot_mapping, block_size, query_start_loc, seq_lens, int(np.diff(query_start_loc).max()),
+                   int(seq_lens.max()))
+
     @property
     def num_reqs(self) -> int:
         """Rows of the batch, padding included."""

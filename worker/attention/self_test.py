@@ -37,8 +37,7 @@ def make_batch(device: str, query_lens: tuple[int, ...] = QUERY_LENS) -> BatchMe
     for row, (query_len, length) in enumerate(zip(query_lens, SEQ_LENS)):
         places = torch.arange(length - query_len, length)
         slots.append(table[row, places // BLOCK_SIZE].long() * BLOCK_SIZE + places % BLOCK_SIZE)
-    return BatchMeta(torch.from_numpy(starts).to(device), torch.from_numpy(lengths).to(device), table.to(device),
-                     torch.cat(slots).to(device), BLOCK_SIZE, starts, lengths, max(query_lens), max(SEQ_LENS))
+    return BatchMeta.of(starts, lengths, table.to(device), torch.cat(slots).to(device), BLOCK_SIZE)
 
 
 def outputs(backend: AttentionBackend, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, float]:

@@ -5,7 +5,6 @@ once); at many rows by tiles, and rows are cut too when there are fewer tiles th
 """
 from __future__ import annotations
 
-
 from worker.jit.dot import BF16_WEIGHTS, F32_WEIGHTS, INT4, INT4_MIN, INT8, TILE, float_tiles, int_tiles
 from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
 

@@ -168,7 +168,6 @@ f32_to_bits = make(types.int32, (types.float32,), lambda b, value: b.bitcast(val
 load_f32 = make(f32x16, (_ADDRESS,), lambda b, address: read(b, address, VF, 4))
 store_f32 = make(types.void, (_ADDRESS, f32x16), lambda b, address, value: write(b, address, value, 4))
 load_bf16 = make(f32x16, (_ADDRESS,), read_bf16)
-load_i32 = make(i32x16, (_ADDRESS,), lambda b, address: read(b, address, VI, 4))
 # Lanes as bytes, the low eight bits of each.
 store_bytes = make(types.void, (_ADDRESS, i32x16),
                    lambda b, address, value: write(b, address, b.trunc(value, ir.VectorType(I8, LANES))))
@@ -187,10 +186,8 @@ zero_unless_above = make(f32x16, (f32x16, f32x16, f32x16), lambda b, value, x, l
     b.fcmp_ordered(">", x, low), value, constant(VF, 0.0)))
 # Magnitudes as integers, which order like the floats and put infinity and NaN on top.
 magnitude = make(i32x16, (f32x16,), lambda b, x: b.and_(b.bitcast(x, VI), constant(VI, 0x7FFFFFFF)))
-absolute = make(f32x16, (f32x16,), lambda b, x: call(b, "llvm.fabs.v16f32", VF, [x]))
 nearest = make(f32x16, (f32x16,), lambda b, x: call(b, "llvm.rint.v16f32", VF, [x]))
 to_i32 = make(i32x16, (f32x16,), lambda b, x: b.fptosi(x, VI))
-to_f32 = make(f32x16, (i32x16,), lambda b, x: b.sitofp(x, VF))
 add_i32 = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.add(x, y))
 shift_left = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.shl(x, y))
 as_f32 = make(f32x16, (i32x16,), lambda b, x: b.bitcast(x, VF))

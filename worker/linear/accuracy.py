@@ -58,8 +58,7 @@ class Reader:
         positions = torch.arange(begin, self.length)
         slots = self.table[0][positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         starts, lengths = np.array([0, count], np.int32), np.array([self.length], np.int32)
-        meta = BatchMeta(torch.from_numpy(starts), torch.from_numpy(lengths), self.table, slots, BLOCK_SIZE, starts,
-                         lengths, count, self.length)
+        meta = BatchMeta.of(starts, lengths, self.table, slots, BLOCK_SIZE)
         ids = torch.tensor(tokens, dtype=torch.int64)
         with torch.inference_mode():
             hidden = self.model(ids, positions, self.pool.caches, meta, self.backend)

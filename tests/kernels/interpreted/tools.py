@@ -66,15 +66,5 @@ def make_batch(
         table[r, : oldest // block_size] = 0
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     lengths = np.array(seq_lens, np.int32)
-    meta = BatchMeta(
-        torch.from_numpy(starts),
-        torch.from_numpy(lengths),
-        table,
-        torch.zeros(int(starts[-1]), dtype=torch.long),
-        block_size,
-        starts,
-        lengths,
-        max(query_lens),
-        int(lengths.max()),
-    )
+    meta = BatchMeta.of(starts, lengths, table, torch.zeros(int(starts[-1]), dtype=torch.long), block_size)
     return meta, cache
