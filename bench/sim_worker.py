@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 
-from ipc.messages import EMPTY, ModelRunnerOutput, SchedulerOutput
+from ipc.messages import EMPTY, KeptRow, ModelRunnerOutput, SchedulerOutput, WorkerReady
 
 MASK = (1 << 61) - 1
 
@@ -48,6 +49,7 @@ class SimRow:
     history: list[int]                          # history[p]: hash of tokens[:p + 1]
     computed: int
     blocks: list[int]
+    is_reusable: bool = True
 
 
 class WrongReadError(AssertionError):
@@ -105,6 +107,30 @@ class SimWorker:
                                      "another history")
         self.num_checked_slots += row.computed
 
+    def drop_rows(self) -> None:
+        """A new core said Hello; the pool stays."""
+        self.rows.clear()
+        self.needs_reset = False
+
+    def kept(self, ready: WorkerReady) -> WorkerReady:
+        """What it would tell a new core."""
+        rows: list[SimRow] = [] if self.needs_reset else self.rows
+        size = self.block_size
+        unsound = {b for row in rows if not row.is_reusable for b in row.blocks[:-(-row.computed // size)]}
+        kept: list[KeptRow] = []
+        tokens: list[int] = []
+        blocks: list[int] = []
+        for row in rows:
+            count = 0
+            while count < row.computed and row.is_reusable and row.blocks[count // size] not in unsound:
+                count += 1
+            if count:
+                kept.append(KeptRow(row.request_id, count))
+                tokens += row.tokens[:count]
+                blocks += row.blocks[:-(-count // size)]
+        return msgspec.structs.replace(ready, kept=kept, kept_tokens=np.array(tokens, np.int32).data.cast("B"),
+                                       kept_blocks=np.array(blocks, np.int32).data.cast("B"))
+
     def apply(self, plan: SchedulerOutput) -> None:
         """The ops of a plan, in order."""
         if plan.reset:
@@ -119,6 +145,9 @@ class SimWorker:
                 raise WrongReadError(f"step {plan.step}: move from row {last}, the last is {len(self.rows) - 1}")
             self.rows[row] = self.rows[last]
             self.rows.pop()
+        if plan.stale:
+            for old in self.rows:
+                old.is_reusable = False
         gathered = ([(slot, list(self.pool[block])) for block, slot in pairs["swap_out"]],
                     [(target, list(self.pool[source])) for source, target in pairs["copies"]],
                     [(block, list(self.host[slot])) for slot, block in pairs["swap_in"]])
@@ -135,7 +164,8 @@ class SimWorker:
             for token in mine:
                 h = extend_history(h, token)
                 history.append(h)
-            self.rows.append(SimRow(new.request_id, mine, history, new.num_computed_tokens, table))
+            self.rows.append(SimRow(new.request_id, mine, history, new.num_computed_tokens, table,
+                                    new.is_reusable))
         for row, block in pairs["extend"]:
             self.rows[row].blocks.append(block)
         for row, n in pairs["advance"]:

@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             "bad_rows": total.num_bad_rows,
             "lost_workers": total.num_lost,
             "restarts": total.num_restarts,
+            "kept_tokens": total.num_kept_tokens,
             "late_results": total.num_late,
             "aborted": total.num_aborted,
             "checked_slots": total.num_checked_slots,

@@ -92,6 +92,7 @@ class Statistics:
     num_bad_rows: int = 0
     num_lost: int = 0
     num_restarts: int = 0
+    num_kept_tokens: int = 0  # that restarts of the core did not cost
     num_late: int = 0
     num_aborted: int = 0
     num_hit_tokens: int = 0
@@ -121,6 +122,7 @@ class FaultyWorker(SimWorker):
         tokens = unpack(result.tokens)
         bad = [i for i, row in enumerate(self.rows) if row.request_id in self.tainted and tokens[i] >= 0]
         for i in bad:
+            self.rows[i].is_reusable = False
             tokens[i] = -1  # the row goes on with some token: plans in flight still compute it
         return ModelRunnerOutput(plan.step, pack(tokens), pack(bad) if bad else EMPTY)
 
@@ -230,6 +232,7 @@ class Simulation:
         self.in_flight: collections.deque[tuple[SchedulerOutput, list[int]]] = collections.deque()
         self.old_results: list[ModelRunnerOutput] = []
         self.sent: dict[int, Sent] = {}
+        self.returning: list[int] = []  # live requests that a new core has not been told yet
         self.may_error: set[int] = set()  # bad rows of the step that was hit
         self.statistics = Statistics()
         self.num_requests = options.num_requests or rng.randint(5, 60)
@@ -243,7 +246,12 @@ class Simulation:
         """Raises SimulationError, naming the seed, for anything that is wrong."""
         try:
             rounds = 0
-            while len(self.sent) < self.num_requests or self.core.scheduler.has_work or self.in_flight:
+            while (
+                len(self.sent) < self.num_requests
+                or self.core.scheduler.has_work
+                or self.in_flight
+                or self.returning
+            ):
                 self._round()
                 rounds += 1
                 self._expect(rounds < self.options.max_rounds, "no end")
@@ -255,6 +263,7 @@ class Simulation:
         mine = self.statistics
         mine.num_requests = len(self.sent)
         mine.num_preemptions += stats.num_preemptions
+        mine.num_kept_tokens += stats.num_replayed_hit_tokens
         mine.num_swapped_blocks, mine.num_hit_tokens = stats.num_swapped_out_blocks, stats.num_hit_tokens
         mine.num_checked_slots += self.worker.num_checked_slots
         return mine
@@ -269,6 +278,8 @@ class Simulation:
         rng, options, core = self.rng, self.options, self.core
         if len(self.sent) < self.num_requests and rng.random() < 0.4:
             self._add()
+        if self.returning:
+            self._add_again(0.3)
         if self.sent and rng.random() < options.abort_rate:
             self._abort(rng.choice(list(self.sent)))
         if rng.random() < options.reset_rate:
@@ -394,35 +405,42 @@ class Simulation:
         self.core.worker_lost()
 
     def _restart_core(self) -> None:
-        """The core ends with whatever it had not told. Its successor shares the worker, whose rows are dropped and
-        whose pool means nothing to it, and is told every live request as prompt + tokens received."""
+        """The core ends with whatever it had not told. Its successor shares the worker, which tells it what its rows
+        were and drops them, and is told every live request as prompt + tokens received."""
         old = self.core
         self.statistics.num_restarts += 1
         self.statistics.num_preemptions += old.scheduler.stats.num_preemptions
+        self.statistics.num_kept_tokens += old.scheduler.stats.num_replayed_hit_tokens
         self.core = EngineCore(old.config, self.cache, self.ready, b"k" * 32)
-        self.worker.rows.clear()
-        self.worker.needs_reset = False
+        self.core.kept.take(over_the_wire(self.worker.kept(self.ready)), self.core.scheduler.blocks)
+        self.worker.drop_rows()
         self.in_flight.clear()
         self.old_results.clear()
-        for request_id, sent in self.sent.items():
+        self.returning = list(self.sent)
+        self._add_again(0.7)
+
+    def _add_again(self, share: float) -> None:
+        """Some of the former core's requests come back now, the others later."""
+        later = []
+        for request_id in self.returning:
+            sent = self.sent[request_id]
             if sent.end is not None or sent.is_gone:
                 continue
             if sent.is_aborted:  # nobody waits for it any more
                 sent.end = Finished(request_id, FINISH_ABORT)
-                continue
-            self.core.handle(
-                request_id >> 40,
-                over_the_wire(
-                    msgspec.structs.replace(
-                        sent.message,
-                        request_id=request_id,
-                        choice=sent.message.choice + request_id - sent.message.request_id,
-                        num_choices=1,
-                        output_token_ids=pack(sent.tokens),
-                        is_replay=True,
-                    )
-                ),
-            )
+            elif self.rng.random() > share:
+                later.append(request_id)
+            else:
+                message = msgspec.structs.replace(
+                    sent.message,
+                    request_id=request_id,
+                    choice=sent.message.choice + request_id - sent.message.request_id,
+                    num_choices=1,
+                    output_token_ids=pack(sent.tokens),
+                    is_replay=True,
+                )
+                self.core.handle(request_id >> 40, over_the_wire(message))
+        self.returning = later
 
     # ------------------------------------------------------------ what the frontends see
 

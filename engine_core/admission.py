@@ -103,9 +103,13 @@ def _partial_match(scheduler: Scheduler, step: Step, request: Request, num_hits:
 
 
 def _count(scheduler: Scheduler, request: Request, num_cached: int) -> None:
-    """Hit statistics count once, at admission; returns of preempted requests apart."""
+    """Hit statistics count once, at admission; returns of preempted and of re-added requests apart."""
     stats = scheduler.stats
-    if not request.is_admitted:
+    if request.is_replay and not request.is_admitted:
+        request.is_admitted = True                          # what it finds is its own work, not a hit of the cache
+        stats.num_replayed_tokens += request.num_known_tokens
+        stats.num_replayed_hit_tokens += num_cached
+    elif not request.is_admitted:
         request.is_admitted = True
         request.num_cached_tokens = num_cached
         stats.num_queried_tokens += request.num_known_tokens

@@ -31,6 +31,7 @@ class BlockManager:
         self.partial = PartialIndex(num_blocks, block_size) if enable_partial_reuse and enable_prefix_caching else None
         self.version = 0                        # changes with every change of what can be found
         self.num_evicted = 0                    # blocks whose cached content was given up
+        self.unclaimed: set[int] = set()        # free ones that still hold what a former core had computed
 
     @property
     def num_free(self) -> int:
@@ -80,6 +81,8 @@ class BlockManager:
         if self.block_hash[block] is not None:
             self.num_evicted += 1
         self.unpublish(block)
+        if self.unclaimed:
+            self.unclaimed.discard(block)
         self.ref_count[block] = 1
         return block
 
@@ -134,6 +137,7 @@ class BlockManager:
         """Forget what every block holds (new weights, lost pool). References stay."""
         self.cached.clear()
         self.block_hash = [None] * (self.num_blocks + 1)
+        self.unclaimed.clear()
         self.version += 1
         if self.partial is not None:
             self.partial.clear()

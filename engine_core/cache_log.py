@@ -34,6 +34,8 @@ class CacheLog:
         rows = self._ring[order]
         return {"num_queried_tokens": stats.num_queried_tokens, "num_hit_tokens": stats.num_hit_tokens,
                 "num_resumed_hit_tokens": stats.num_resumed_hit_tokens, "num_adopted_tokens": stats.num_adopted_tokens,
+                "num_replayed_tokens": stats.num_replayed_tokens,
+                "num_replayed_hit_tokens": stats.num_replayed_hit_tokens,
                 "num_copied_tokens": stats.num_copied_tokens, "hit_rate": stats.hit_rate,
                 "steps": {name: rows[:, i].tolist()
                           for i, name in enumerate(("step", "cached", "computed", "evicted"))}}

@@ -15,6 +15,7 @@ import numpy as np
 
 from engine_core.block_hash import BlockHasher
 from engine_core.block_manager import BlockManager
+from engine_core.kept_rows import KeptRows
 from engine_core.outbox import NUMBER_SHIFT, Outbox
 from engine_core.recovery import forget_pool, requests_of, undo_in_flight
 from engine_core.request import Request
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 MAX_PRIORITY = 1 << 31                          # with ageing it stays within an int64 column
 MAX_STEP_FAULTS = 2                             # failed steps that end a request, if it was alone in the last
 MAX_LOST_WORKERS = 3                            # the same for steps that ended the worker (others may have killed it)
+KEPT_PLANS = 1000                               # after so many, nobody adds a request of a former core any more
 MAX_BATCH_FAULTS = 3                            # failed steps of several requests in a row that end all of them
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -57,11 +59,13 @@ class EngineCore:
         self.stop = StopChecker(ready.eos_token_ids, ready.vocab_size)
         self.window = 2 if scheduler_config.async_scheduling else 1
         self.requests: dict[int, Request] = {}
+        self.kept = KeptRows()
         self.outbox = Outbox()
         self.step = 0                           # number of the last plan
         self.committed_step = 0
         self._arrivals = 0
         self._needs_reset = False
+        self._is_stale = False                  # the prefix cache was reset; the next plan says so
         self._is_blocked = False                # the last plan was empty; wait for news before the next
         self.on_dump: Callable[[], str] | None = None   # writes the flight recording, returns its path
         self._commands = {"stats": self._stats, "reset_prefix_cache": self._reset_prefix_cache,
@@ -101,6 +105,9 @@ class EngineCore:
             else:
                 self._arrivals += message.num_choices
                 self.requests.update((request.request_id, request) for request in requests)
+                if self.kept.rows:
+                    for request in requests:
+                        self.kept.claim(request, self.scheduler.blocks)
                 if message.output_token_ids:
                     self._end_complete(requests)
                 return
@@ -196,6 +203,8 @@ class EngineCore:
             self._is_blocked = True
             return None
         self.step = number
+        if self.kept.rows and number > KEPT_PLANS:
+            self.kept.rows.clear()
         record.begin_ns = now_ns
         plan = SchedulerOutput(number, rows.n, new=new, new_tokens=tokens, new_blocks=block_ids,
                                swap_out=_pack(step.swap_out), copies=_pack(step.copies), swap_in=_pack(step.swap_in))
@@ -207,6 +216,7 @@ class EngineCore:
                 plan.extend = _pack([x for request, block in step.extend for x in (request.row, block)])
             if step.advance:
                 plan.advance = _pack([x for request, count in step.advance for x in (request.row, count)])
+        plan.stale, self._is_stale = self._is_stale, False
         rows.moves.clear()
         if step.chunks or step.idle:
             # A chunk of one token is named too when its prompt goes on: a row that is not named samples.
@@ -233,7 +243,7 @@ class EngineCore:
             block_ids += request.blocks
             new.append(NewRow(request.request_id, request.num_known_tokens, request.num_prompt_tokens,
                               int(rows.planned[request.row]) + advance.get(request, 0), len(request.blocks),
-                              request.params, request.choice))
+                              request.params, request.choice, request.is_shared))
         return new, memoryview(tokens), _pack(block_ids)
 
     def plan_sent(self, now_ns: int) -> None:
@@ -387,6 +397,7 @@ class EngineCore:
 
     def _reset_prefix_cache(self, _: Command) -> bool:
         self.scheduler.reset_prefix_cache()
+        self._is_stale = True
         return True
 
     def _request_status(self, message: Command) -> dict[str, Any]:

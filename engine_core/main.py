@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 
+import msgspec
 import zmq
 
 from engine_core.core import EngineCore
@@ -19,7 +20,7 @@ from engine_core.snapshot import Origin
 from ipc.config import CoreProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import (HELLO, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, PeerDown, PeerUp, Phase,
+from ipc.messages import (EMPTY, HELLO, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, PeerDown, PeerUp, Phase,
                           Shutdown, StepFailed, WorkerReady)
 from ipc.process import configure_logging
 from ipc.progress import Progress
@@ -203,6 +204,8 @@ def serve(config: CoreProcess, life: ChildLife) -> None:
     worker = await_workers(links, waiting_frontends)
     if not links.is_stopping:
         core = EngineCore(config.scheduler, config.cache, worker, config.hash_key)
+        core.kept.take(worker, core.scheduler.blocks)
+        worker = msgspec.structs.replace(worker, kept=[], kept_tokens=EMPTY, kept_blocks=EMPTY)
         ready = EngineReady(worker.num_blocks, config.cache.block_size, worker.max_model_len, worker.vocab_size,
                             worker.eos_token_ids, config.scheduler.max_num_seqs, worker.dtype, worker.detail)
         for number in waiting_frontends:

@@ -25,8 +25,8 @@ class Request:
                  "max_total_tokens", "min_total_tokens", "stop_token_ids", "status", "row", "blocks", "root", "hashes",
                  "num_published", "num_in_flight", "host_slots", "num_swapped_tokens", "num_cached_tokens",
                  "num_preemptions", "num_recomputed_tokens", "num_reused_tokens", "num_faults", "is_admitted",
-                 "arrival_time", "salt", "num_prompt_logprobs", "arrival_step", "num_overtaken", "num_queued_tokens",
-                 "__weakref__")
+                 "arrival_time", "salt", "is_shared", "is_replay", "num_prompt_logprobs", "arrival_step",
+                 "num_overtaken", "num_queued_tokens", "__weakref__")
 
     def __init__(self, message: AddRequest, arrival: int, arrival_step: int = 0, index: int = 0) -> None:
         params: SamplingParams = message.sampling_params
@@ -48,6 +48,8 @@ class Request:
         self.blocks: list[int] = []                         # in logical order
         self.salt = message.cache_salt                      # requests of different salts share no blocks
         self.root = b""                                     # start of its hash chain
+        self.is_shared = False                              # others of its salt have the same root
+        self.is_replay = message.is_replay                  # a former core had accepted it
         self.hashes: list[bytes] = []                       # of its full blocks of known tokens
         self.num_published = 0                              # leading blocks that are in the cache map or from it
         self.num_in_flight = 0                              # plans sent and not committed that compute tokens of it

@@ -143,6 +143,7 @@ class Scheduler:
         has a chain of its own, another one at each return, so it finds no cached block."""
         if request.params.needs_whole_prompt:
             epoch = -(request.arrival + (request.num_preemptions << 40))
+        request.is_shared = epoch == self.cache_epoch
         request.root, request.hashes = self.hasher.root(epoch=epoch, salt=request.salt), []
         if self.blocks.enable_prefix_caching:
             self.hasher.extend(request.hashes, request.root, request.tokens)
@@ -281,8 +282,8 @@ class Scheduler:
         record.published, record.swapped_in, record.swapped_out = step.published, step.swapped_in, step.swapped_out
         rows.in_flight.append(record)
         stats = self.stats
-        self.cache_log.note(number, stats.num_hit_tokens + stats.num_resumed_hit_tokens + stats.num_adopted_tokens,
-                            num_tokens, self.blocks.num_evicted * self.blocks.block_size)
+        self.cache_log.note(number, stats.num_cached_tokens, num_tokens,
+                            self.blocks.num_evicted * self.blocks.block_size)
         return record
 
     def _serve_running(self, step: Step, budget: int) -> int:

@@ -43,7 +43,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     step: int
     committed_step: int
     arrivals: int
-    flags: list[bool]                           # needs_reset, is_blocked
+    flags: list[bool]                           # needs_reset, is_blocked, is_stale
     num_batch_faults: int
     cache_epoch: int
     requests: list[RequestState]
@@ -61,6 +61,8 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     stats: dict[str, int]
     version: int
     num_evicted: int
+    kept: dict[int, tuple[list[int], bytes]]
+    unclaimed: list[int]
 
 
 def take(core: EngineCore) -> bytes:
@@ -75,7 +77,7 @@ def take(core: EngineCore) -> bytes:
         rows.flush(request)
     partial = blocks.partial.entries() if blocks.partial is not None else []
     return msgspec.msgpack.encode(Snapshot(
-        core.step, core.committed_step, core._arrivals, [core._needs_reset, core._is_blocked],
+        core.step, core.committed_step, core._arrivals, [core._needs_reset, core._is_blocked, core._is_stale],
         scheduler.num_batch_faults, scheduler.cache_epoch,
         [RequestState(r.params, bytes(r.tokens), int(r.status), [getattr(r, name) for name in _FIELDS])
          for r in core.requests.values()],
@@ -86,7 +88,7 @@ def take(core: EngineCore) -> bytes:
         [(block, h) for block, h in enumerate(blocks.block_hash) if h is not None], partial,
         list(scheduler.host._free), list(scheduler.host._returned),
         scheduler.costs.state(), dataclasses.asdict(scheduler.stats),
-        blocks.version, blocks.num_evicted))
+        blocks.version, blocks.num_evicted, core.kept.rows, sorted(blocks.unclaimed)))
 
 
 def restore(origin: Origin, data: bytes) -> EngineCore:
@@ -96,7 +98,7 @@ def restore(origin: Origin, data: bytes) -> EngineCore:
     scheduler = core.scheduler
     rows, blocks = scheduler.rows, scheduler.blocks
     core.step, core.committed_step, core._arrivals = snap.step, snap.committed_step, snap.arrivals
-    core._needs_reset, core._is_blocked = snap.flags
+    core._needs_reset, core._is_blocked, core._is_stale = snap.flags
     scheduler.num_batch_faults = snap.num_batch_faults
     scheduler.cache_epoch = snap.cache_epoch
     for state in snap.requests:
@@ -130,4 +132,5 @@ def restore(origin: Origin, data: bytes) -> EngineCore:
     for name, value in snap.stats.items():
         setattr(scheduler.stats, name, value)
     blocks.version, blocks.num_evicted = snap.version, snap.num_evicted
+    core.kept.rows, blocks.unclaimed = snap.kept, set(snap.unclaimed)
     return core

@@ -15,6 +15,8 @@ class SchedulerStats:
     num_hit_tokens: int = 0                     # of those, found in the cache
     num_adopted_tokens: int = 0                 # found in the cache in mid-prompt
     num_resumed_hit_tokens: int = 0             # found in the cache by returning requests
+    num_replayed_tokens: int = 0                # of requests that a former core had, when they were admitted here
+    num_replayed_hit_tokens: int = 0            # of those, found in what the worker had kept
     num_copied_tokens: int = 0                  # of all hits, by copying part of a block
     num_recomputed_tokens: int = 0              # computed, then given up by a preemption
     num_preemptions: int = 0                    # events
@@ -23,6 +25,12 @@ class SchedulerStats:
     num_failed_steps: int = 0                   # steps
     num_finished: int = 0                       # requests
     num_late_results: int = 0                   # results of steps nobody waits for
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """All that the cache gave, to whomever."""
+        return (self.num_hit_tokens + self.num_resumed_hit_tokens + self.num_replayed_hit_tokens
+                + self.num_adopted_tokens)
 
     @property
     def hit_rate(self) -> float:

@@ -223,6 +223,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_blocks: int
     sampling_params: SamplingParams
     choice: int = 0
+    is_reusable: bool = True                    # requests of its salt may find what it computes
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
@@ -245,12 +246,22 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     swap_in: memoryview = EMPTY                 # pairs (host slot, block)
     reset: bool = False                         # drop all rows first; ends the stop after a failed step
     sent_ns: int = 0
+    stale: bool = False                         # the prefix cache was reset: rows of before `new` are not reusable
 
 
 # ---------------------------------------------------------------- worker -> engine core
 
+class KeptRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A row of a former core, inside WorkerReady. Its tokens and blocks are the next in kept_tokens and kept_blocks."""
+    request_id: int
+    num_tokens: int                             # with keys and values in its blocks
+
+
 class WorkerReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Worker -> engine core, answer to its Hello once weights and pool are there."""
+    """Worker -> engine core, answer to its Hello once weights and pool are there.
+
+    A worker that outlived its core says what its pool still holds, so that the new core has it not computed again.
+    """
     num_blocks: int                             # usable blocks; ids are 1 to num_blocks, block 0 is the null block
     num_host_blocks: int                        # slots of the swap pool
     max_model_len: int
@@ -259,6 +270,9 @@ class WorkerReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     detail: str                                 # one line: model, dtype, pool
     swap_block_ns: int = 0                      # measured time to copy one block out and back; 0: not measured
+    kept: list[KeptRow] = []
+    kept_tokens: memoryview = EMPTY
+    kept_blocks: memoryview = EMPTY
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -330,6 +344,7 @@ KIND_OF: dict[type, int] = {struct: kind for kind, struct in KINDS.items()}
 LONG_FIELDS: dict[type, tuple[str, ...]] = {
     AddRequest: ("prompt_token_ids", "output_token_ids"),
     SchedulerOutput: ("new_tokens",),
+    WorkerReady: ("kept_tokens", "kept_blocks"),
 }
 
 ROLES = ("supervisor", "frontend", "engine_core", "worker")

@@ -21,6 +21,7 @@ from ipc.messages import HELLO, ConfigWorker, SchedulerOutput, Shutdown, StepFai
 from ipc.process import configure_logging
 from ipc.progress import Progress
 from ipc.sockets import Link
+from worker.kept_rows import with_kept_rows
 
 if TYPE_CHECKING:
     from worker.model_runner import ModelRunner
@@ -55,7 +56,8 @@ class Starting:
 
 
 class WorkerLoop:
-    """Receives plans and answers them. A newer epoch in a Hello means a new core: rows are dropped, weights stay."""
+    """Receives plans and answers them. A newer epoch in a Hello means a new core: it is told what the pool
+    holds, then rows are dropped; weights stay."""
 
     def __init__(self, config: WorkerProcess, life: ChildLife) -> None:
         self.config, self.life = config, life
@@ -106,9 +108,9 @@ class WorkerLoop:
                 received_ns = clock()
                 if header.kind == HELLO:
                     self.link.epoch = header.epoch
+                    self.link.send(with_kept_rows(ready, runner.state, is_sound=not runner.needs_reset))
                     runner.state.clear()
                     runner.needs_reset = False
-                    self.link.send(ready)
                 elif not isinstance(message, SchedulerOutput) or header.epoch != self.link.epoch:
                     logger.warning("dropped a %s of epoch %d", type(message).__name__, header.epoch)
                 elif runner.needs_reset and not message.reset:

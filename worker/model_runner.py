@@ -56,6 +56,7 @@ class ModelRunner:
             result = self.sampler.run(batch, hidden)
             if grammars is not None:
                 ended_rows = grammars.accept(batch.sample_rows, result.tokens)
+            state.is_reusable[result.bad_rows] = False
             done_ns = time.monotonic_ns()
         column = self.builder.advance(batch, result.tokens)
         return ModelRunnerOutput(plan.step, np.ascontiguousarray(column, np.int32).data.cast("B"),

@@ -41,9 +41,11 @@ class RequestState:
         self.seed = np.zeros(seats, np.uint64)
         self.choice = np.zeros(seats, I32)
         self.masks_eos = np.zeros(seats, bool)  # EOS may not be sampled below floor
+        self.is_reusable = np.zeros(seats, bool)    # a later core may give its blocks to others of its salt
         self.stop_ids: list[list[int]] = [[] for _ in range(seats)]
         self._columns = (self.request_id, self.computed, self.known, self.num_blocks, self.num_prompt, self.floor,
-                         self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.choice, self.masks_eos)
+                         self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.choice, self.masks_eos,
+                         self.is_reusable)
         self.num_with_floor = 0                 # rows that have a floor above their prompt
         self.options: list[RowOptions | None] = [None] * seats
         self.num_with_options = 0
@@ -65,6 +67,8 @@ class RequestState:
             pairs = np.frombuffer(plan.moves, I32).tolist()
             for row, last in zip(pairs[::2], pairs[1::2]):
                 self._remove(row, last)
+        if plan.stale:
+            self.is_reusable[:self.n] = False
         if plan.new:
             self._append(plan)
         if plan.extend:
@@ -120,6 +124,7 @@ class RequestState:
             self.seed[row] = params.seed or 0
             self.choice[row] = new.choice
             self.masks_eos[row] = not params.ignore_eos
+            self.is_reusable[row] = new.is_reusable
             self.stop_ids[row] = params.stop_token_ids
             options = self.options[row] = RowOptions.of(params, self.penalties)
             self.num_with_options += options is not None

@@ -41,6 +41,7 @@ class Engine:
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching, swap_space=1,
                             enable_partial_reuse=partial)
         ready = WorkerReady(num_blocks, num_host_blocks, max_model_len, VOCAB, list(eos), "float32", "simulated")
+        self.cache = cache
         self.core = EngineCore(SchedulerConfig(**scheduler), cache, ready, KEY)
         self.scheduler = self.core.scheduler
         self.blocks, self.rows, self.stats = self.scheduler.blocks, self.scheduler.rows, self.scheduler.stats

@@ -49,7 +49,10 @@ def test_streams_survive_a_killed_worker_and_a_killed_core(tiny_model: str, temp
                 while llm.pids == before:               # the news is read in a moment
                     await asyncio.sleep(0.01)
                 assert [new == old for new, old in zip(llm.pids, before)] == [i != index for i in range(3)]
-                await wait_idle(llm)
+                stats = await wait_idle(llm)
+                if name == "engine_core":               # the worker had kept nearly all: three sequences go on
+                    assert stats["num_replayed_tokens"] - stats["num_replayed_hit_tokens"] <= 3 * 16
+                    assert stats["num_replayed_hit_tokens"] >= 40
             assert set(llm.pids) == set(survivors(temp))
     asyncio.run(run())
     assert_nothing_left(temp)

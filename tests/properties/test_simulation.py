@@ -72,3 +72,15 @@ def test_the_worker_notices_a_slot_that_holds_another_history():
 def test_one_seed_gives_one_simulation():
     options = Options(fault_rate=0.05, loss_rate=0.01, nan_rate=0.02)
     assert simulate(7, options) == simulate(7, options)
+
+
+def test_a_new_core_finds_what_the_worker_kept_and_nothing_else():
+    """The pool of the former core is still there; every slot that a re-added request reads is checked."""
+    done = simulate_steps(4_000, 8_000, Options(restart_rate=0.02, enable_prefix_caching=True))
+    assert done.num_restarts > 40 and done.num_kept_tokens > 1_000
+
+
+def test_restarts_among_all_other_faults():
+    done = simulate_steps(4_000, 9_000, Options(restart_rate=0.02, fault_rate=0.03, nan_rate=0.03, loss_rate=0.005,
+                                                late_rate=0.05, gone_rate=0.003, poison_rate=0.03, reset_rate=0.03))
+    assert done.num_restarts > 40 and done.num_kept_tokens > 100 and done.num_bad_rows > 50

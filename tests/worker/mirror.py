@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ipc.messages import ModelRunnerOutput, NewRow, SchedulerOutput
+from ipc.messages import ModelRunnerOutput, NewRow, SchedulerOutput, WorkerReady
 from bench.simulation import FaultyWorker, Options, Simulation, unpack
 from worker.batch import Batch, BatchBuilder
+from worker.kept_rows import with_kept_rows
 from worker.request_state import RequestState
 
 
@@ -23,7 +24,7 @@ class MirrorWorker(FaultyWorker):
         self.builder = BatchBuilder(self.state, budget)
         self.new: dict[int, NewRow] = {}
         self.batch: Batch | None = None
-        self.num_compared = self.num_decode_batches = 0
+        self.num_compared = self.num_decode_batches = self.num_kept_rows = 0
 
     def apply(self, plan: SchedulerOutput) -> None:
         super().apply(plan)
@@ -38,8 +39,21 @@ class MirrorWorker(FaultyWorker):
         tokens = np.frombuffer(result.tokens, np.int32)
         rows = self.batch.sample_rows if self.batch is not None else np.empty(0, np.int64)
         assert self.builder.advance(self.batch, tokens[rows]).tolist() == tokens.tolist()
+        self.state.is_reusable[unpack(result.bad_rows)] = False
         self.compare_rows()
         return result
+
+    def kept(self, ready: WorkerReady) -> WorkerReady:
+        kept = super().kept(ready)
+        mine = with_kept_rows(ready, self.state, is_sound=not self.needs_reset)
+        assert (mine.kept, bytes(mine.kept_tokens), bytes(mine.kept_blocks)) == (
+            kept.kept, bytes(kept.kept_tokens), bytes(kept.kept_blocks))
+        self.num_kept_rows += len(kept.kept)
+        return kept
+
+    def drop_rows(self) -> None:
+        super().drop_rows()
+        self.state.clear()
 
     def compare_rows(self) -> None:
         state = self.state
@@ -61,6 +75,7 @@ class MirrorWorker(FaultyWorker):
                 np.float32(params.temperature), np.float32(params.top_p), np.float32(params.min_p), params.top_k)
             assert (state.seed[i], state.choice[i], state.masks_eos[i]) == (params.seed, new.choice,
                                                                             not params.ignore_eos)
+            assert state.is_reusable[i] == row.is_reusable
             assert state.stop_ids[i] == params.stop_token_ids
             with_floor += params.min_tokens > 0
         assert state.num_with_floor == with_floor

@@ -4,10 +4,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ipc.messages import NewRow, SchedulerOutput
+from ipc.messages import KeptRow, NewRow, SchedulerOutput, WorkerReady
 from ipc.sampling_params import SamplingParams
-from bench.simulation import Options, pack
+from bench.simulation import Options, pack, unpack
 from tests.worker.mirror import mirror
+from worker.kept_rows import with_kept_rows
 from worker.request_state import RequestState
 
 
@@ -114,3 +115,22 @@ def test_the_longest_request_fits_its_row():
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_equal_a_plain_reference_under_random_plans(seed):
     assert mirror(seed, Options(num_requests=25, fault_rate=0.03, loss_rate=0.01)).state is not None
+
+
+def test_what_a_new_core_is_told_equals_a_plain_reference():
+    options = Options(num_requests=25, restart_rate=0.05, reset_rate=0.03, fault_rate=0.02)
+    assert sum(mirror(seed, options).num_kept_rows for seed in range(40, 52)) > 50
+
+
+def test_a_row_of_values_that_are_not_finite_takes_those_who_share_its_blocks_with_it():
+    state = RequestState(3, 40, 2)
+    state.apply(plan_of((1, [1] * 7, [1, 2, 3, 4]), (2, [1] * 7, [1, 2, 5, 6]), (3, [2] * 7, [7, 8, 9, 10])))
+    state.computed[:3] = 6, 6, 5
+    state.is_reusable[0] = False
+    ready = WorkerReady(10, 0, 40, 50, [], "float32", "")
+    kept = with_kept_rows(ready, state, is_sound=True)
+    assert kept.kept == [KeptRow(3, 5)] and unpack(kept.kept_blocks) == [7, 8, 9]
+    state.block_table[1, 0] = 11                # its own first block, then a shared one
+    kept = with_kept_rows(ready, state, is_sound=True)
+    assert kept.kept == [KeptRow(2, 2), KeptRow(3, 5)] and unpack(kept.kept_tokens) == [1] * 2 + [2] * 5
+    assert with_kept_rows(ready, state, is_sound=False) is ready
