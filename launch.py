@@ -9,6 +9,7 @@
     python launch.py run-batch -i IN -o OUT   answer an OpenAI batch file; goes on where it was interrupted
     python launch.py tokenize TEXT            token ids and pieces of a text or chat
     python launch.py models                   short names, what each needs, what is cached
+    python launch.py profile [--url URL]      where the time goes: scheduler, device, what bounds it
     python launch.py doctor                   examine machine and installation; ends in OK or the fixes
     python launch.py setup [--torch cpu|cuda|INDEX] [--extra NAME ...]
                                               make .venv beside this file; INDEX: the URL of a wheel index for torch
@@ -37,7 +38,7 @@ def setup(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="launch.py setup")
     parser.add_argument("--torch", default="", metavar="cpu|cuda|INDEX",
                         help="build of torch; INDEX: URL of a wheel index. Default: cuda where an NVIDIA driver is")
-    parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="triton, jit or test; repeatable")
+    parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="triton, otel or test; repeatable")
     args = parser.parse_args(argv)
     ensure(args.extra, args.torch)
     say("launch.py: set up; packages are those of {}".format(sys.executable))

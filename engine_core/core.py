@@ -17,6 +17,7 @@ from engine_core.block_hash import BlockHasher
 from engine_core.block_manager import BlockManager
 from engine_core.kept_rows import KeptRows
 from engine_core.outbox import NUMBER_SHIFT, Outbox
+from engine_core.overview import overview
 from engine_core.recovery import forget_pool, requests_of, undo_in_flight
 from engine_core.request import Request
 from engine_core.rows import PlanRecord
@@ -70,7 +71,8 @@ class EngineCore:
         self.on_dump: Callable[[], str] | None = None   # writes the flight recording, returns its path
         self._commands = {"stats": self._stats, "reset_prefix_cache": self._reset_prefix_cache,
                           "request_status": self._request_status, "prefix_cache_stats": self._prefix_cache_stats,
-                          "dump_recording": self._dump_recording, "check": self._check}
+                          "dump_recording": self._dump_recording, "check": self._check,
+                          "overview": lambda _: overview(self.scheduler)}
 
     # ------------------------------------------------------------ messages of frontends
 
@@ -246,11 +248,11 @@ class EngineCore:
                               request.params, request.choice, request.is_shared))
         return new, memoryview(tokens), _pack(block_ids)
 
-    def plan_sent(self, now_ns: int) -> None:
-        """Work that no plan waits for: call after the plan is on its way."""
+    def plan_sent(self, now_ns: int, planned_ns: int = 0) -> None:
+        """Work that no plan waits for: call after the plan is on its way. `planned_ns`: when `plan` had returned."""
         in_flight = self.scheduler.rows.in_flight
         if in_flight:
-            in_flight[-1].end_ns = now_ns
+            in_flight[-1].end_ns, in_flight[-1].sent_ns = planned_ns or now_ns, now_ns
         self.scheduler.settle()
 
     def commit(self, result: ModelRunnerOutput, now_ns: int = 0) -> None:
@@ -273,8 +275,9 @@ class EngineCore:
         self._is_blocked = False
         self.committed_step = result.step
         self.outbox.tokens(news.ids, news.index, news.tokens)
-        self.outbox.step([record.begin_ns, record.end_ns, result.received_ns, result.prepared_ns, result.launched_ns,
-                          result.done_ns, result.device_ns, now_ns, 0, result.step, record.num_rows, record.num_tokens])
+        self.outbox.step([record.begin_ns, record.end_ns, record.sent_ns, result.received_ns, result.prepared_ns,
+                          result.launched_ns, result.done_ns, result.device_ns, now_ns, 0, 0, result.step,
+                          record.num_rows, record.num_tokens, record.num_prefill_tokens])
         for number, kind, message in extras:
             self.outbox.extra(number, kind, message)
         for request, reason, token in news.done:
@@ -283,6 +286,10 @@ class EngineCore:
                 fault = FAULT, "the model produced values that are not finite for this request"
                 code, text = errors.get(request, fault)
             self._report_end(request, reason, token, code, text)
+
+    def committed(self, now_ns: int) -> None:
+        """`commit` has returned: its end, for the timeline."""
+        self.outbox.commit_ended(now_ns)
 
     def _extras(self, record: PlanRecord, result: ModelRunnerOutput) -> list[tuple[int, str, Any]]:
         """What few rows have besides a token: log-probabilities and vectors, addressed to their frontends."""
@@ -392,6 +399,7 @@ class EngineCore:
         totals = {name: getattr(stats, name) for name in stats.__slots__}
         return {**totals, "hit_rate": stats.hit_rate, "num_running": scheduler.rows.n,
                 "num_waiting": len(scheduler.waiting), "num_blocks": scheduler.blocks.num_blocks,
+                "block_size": scheduler.blocks.block_size,
                 "num_free_blocks": scheduler.blocks.num_free, "num_evicted_blocks": scheduler.blocks.num_evicted,
                 "num_free_host_slots": scheduler.host.num_free}
 

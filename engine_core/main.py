@@ -15,13 +15,15 @@ import msgspec
 import zmq
 
 from engine_core.core import EngineCore
+from engine_core.profile_relay import NAMES as PROFILE_NAMES
+from engine_core.profile_relay import ProfileRelay
 from engine_core.recorder import ABORT_STEP, COMMIT, GONE, HANDLE, WORKER_LOST, NoRecorder, Recorder
 from engine_core.snapshot import Origin
 from ipc.config import CoreProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import (EMPTY, HELLO, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, PeerDown, PeerUp, Phase,
-                          Shutdown, StepFailed, WorkerReady)
+from ipc.messages import (EMPTY, HELLO, Command, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, PeerDown, PeerUp,
+                          Phase, Profiled, Shutdown, StepFailed, WorkerReady)
 from ipc.process import configure_logging
 from ipc.progress import Progress
 from ipc.sockets import Link, Router
@@ -110,6 +112,7 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
     """Serve until Shutdown."""
     clock = time.monotonic_ns
     last_beat = clock()
+    relay = ProfileRelay()
     has_worker = True                           # false between a worker's end and its successor's WorkerReady
     while not links.is_stopping:
         progress.working()
@@ -124,6 +127,9 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
                 core.frontend_gone(number)
                 links.frontends.send(number, ready)
             else:
+                if isinstance(message, Command) and message.name in PROFILE_NAMES:
+                    rank0.send(relay.ask(number, message))
+                    continue
                 recorder.note(HANDLE, number, links.frontends.last_frames)
                 reply = core.handle(number, message)
                 if reply is not None:
@@ -132,6 +138,7 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
             if isinstance(message, ModelRunnerOutput):
                 recorder.note(COMMIT, 0, rank0.last_frames)
                 core.commit(message, clock())
+                core.committed(clock())
             elif isinstance(message, StepFailed):
                 recorder.note(ABORT_STEP, 0, rank0.last_frames)
                 logger.error("step %d failed: %s\n%s", message.step, message.reason, message.traceback)
@@ -139,19 +146,24 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
             elif isinstance(message, WorkerReady):
                 check_successor(core, message)
                 has_worker = True
+            elif isinstance(message, Profiled) and (told := relay.answer(message)) is not None:
+                links.frontends.send(*told)
             elif isinstance(message, Phase):
                 for number in links.frontends.numbers.values():
                     links.frontends.send(number, message)
+        for number, lost in relay.lost() if not has_worker else ():
+            links.frontends.send(number, lost)
         for link in links.workers[1:]:
             for _ in link.drain():
                 pass
         while has_worker and recorder.turn() and core.can_plan():
             plan = core.plan(clock())
+            planned_ns = clock()
             if plan is None:
                 recorder.note_plan(b"")
                 break
             recorder.note_plan(links.send_plan(plan))
-            core.plan_sent(clock())
+            core.plan_sent(clock(), planned_ns)
         now = clock()
         for number, outputs in core.take_outputs(now):
             if links.frontends.send(number, outputs):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 MAX_STEPS = 256                                 # kept for a frontend that cannot take more now
-COMMIT_END = STAMPS.index("commit_end")
+COMMIT_END, OUTPUTS_SENT = STAMPS.index("commit_end"), STAMPS.index("outputs_sent")
 NUMBER_SHIFT = 40                               # request_id = frontend number << 40 | counter
 
 
@@ -107,9 +107,13 @@ class Outbox:
         self._told[number] = self._num_steps
 
     def step(self, stamps: list[int]) -> None:
-        """A step was committed; its commit_end is filled when the news leaves."""
+        """A step was committed; when its news left is filled in then."""
         self._steps.append(stamps)
         self._num_steps += 1
+
+    def commit_ended(self, now_ns: int) -> None:
+        if self._steps:
+            self._steps[-1][COMMIT_END] = self._steps[-1][COMMIT_END] or now_ns
 
     def steps_for(self, number: int, now_ns: int) -> memoryview:
         """The stamps of the steps that this frontend does not know yet, at most MAX_STEPS."""
@@ -119,5 +123,6 @@ class Outbox:
         recent = [self._steps[i] for i in range(len(self._steps) - count, len(self._steps))]
         for stamps in recent:
             stamps[COMMIT_END] = stamps[COMMIT_END] or now_ns
+            stamps[OUTPUTS_SENT] = stamps[OUTPUTS_SENT] or now_ns
         return np.array(recent, np.int64).data.cast("B")
 

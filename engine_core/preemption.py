@@ -89,6 +89,7 @@ def preempt(scheduler: Scheduler, request: Request, step: Step) -> None:
             request.host_slots, request.num_swapped_tokens = slots, planned
             step.swapped_out.append(request)
             scheduler.stats.num_swapped_out_blocks += len(used)
+            scheduler.stats.num_swap_preemptions += 1
     if not request.host_slots:
         request.num_recomputed_tokens += planned
         scheduler.stats.num_recomputed_tokens += planned

@@ -27,15 +27,16 @@ class PlanRecord:
     """What commit and undo need to know of a plan in flight."""
 
     __slots__ = ("step", "num_rows", "counts", "samples", "current", "inverse", "is_moved", "detached", "published",
-                 "swapped_in", "swapped_out", "begin_ns", "end_ns", "num_tokens")
+                 "swapped_in", "swapped_out", "begin_ns", "end_ns", "sent_ns", "num_tokens", "num_prefill_tokens")
 
     def __init__(self, step: int, num_rows: int, counts: np.ndarray | None, samples: np.ndarray | None,
-                 num_tokens: int) -> None:
+                 num_tokens: int, num_prefill_tokens: int = 0) -> None:
         self.step = step
         self.num_rows = num_rows
         self.counts = counts                    # int64 per row of the plan; None: every row computes one token
         self.samples = samples                  # bool per row; None: every row samples
         self.num_tokens = num_tokens
+        self.num_prefill_tokens = num_prefill_tokens    # of them, those of rows in mid-prompt
         self.is_moved = False                   # some row of the plan is not where it was
         self.current: np.ndarray = np.empty(0, I32)     # row of the plan -> row now, -1: gone (valid when is_moved)
         self.inverse: np.ndarray = np.empty(0, I32)     # row now -> row of the plan, -1: none (valid when is_moved)
@@ -43,7 +44,7 @@ class PlanRecord:
         self.published: list[tuple[int, bytes]] = []    # provisional until this plan commits
         self.swapped_in: list[tuple[Request, int]] = [] # request, tokens that do not depend on the swap
         self.swapped_out: list[Request] = []
-        self.begin_ns = self.end_ns = 0
+        self.begin_ns = self.end_ns = self.sent_ns = 0
 
 
 class Rows:

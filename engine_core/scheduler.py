@@ -278,7 +278,7 @@ class Scheduler:
             for request, _ in step.chunks:
                 if samples[request.row]:
                     self.prefilling.discard(request)
-        record = PlanRecord(number, n, counts, samples, num_tokens)
+        record = PlanRecord(number, n, counts, samples, num_tokens, sum(count for _, count in step.chunks))
         record.published, record.swapped_in, record.swapped_out = step.published, step.swapped_in, step.swapped_out
         rows.in_flight.append(record)
         stats = self.stats

@@ -20,6 +20,7 @@ class SchedulerStats:
     num_copied_tokens: int = 0                  # of all hits, by copying part of a block
     num_recomputed_tokens: int = 0              # computed, then given up by a preemption
     num_preemptions: int = 0                    # events
+    num_swap_preemptions: int = 0               # of them, those whose blocks went to the host
     num_swapped_out_blocks: int = 0             # blocks
     num_swapped_in_blocks: int = 0              # blocks
     num_failed_steps: int = 0                   # steps

@@ -26,7 +26,7 @@ def explain(scheduler: Scheduler, request: Request) -> dict[str, Any]:
 
 
 def _reason(scheduler: Scheduler, request: Request) -> str:
-    rows, blocks, config = scheduler.rows, scheduler.blocks, scheduler.config
+    rows = scheduler.rows
     if request.row >= 0:
         left = int(rows.length[request.row] - rows.planned[request.row])
         if scheduler.suspects and request not in scheduler.suspects[:1]:
@@ -34,13 +34,19 @@ def _reason(scheduler: Scheduler, request: Request) -> str:
         if request in scheduler.prefilling:
             return f"in mid-prompt, {left} tokens to compute"
         return "computes one token a step"
-    if request.num_in_flight:
-        return "preempted; its newest token is still being computed"
     ahead = 0
     for other in scheduler.waiting:
         if other is request:
             break
         ahead += 1
+    return waiting_reason(scheduler, request, ahead)
+
+
+def waiting_reason(scheduler: Scheduler, request: Request, ahead: int) -> str:
+    """Why a request that is not running waits. `ahead`: how many waiting ones come before it."""
+    rows, blocks, config = scheduler.rows, scheduler.blocks, scheduler.config
+    if request.num_in_flight:
+        return "preempted; its newest token is still being computed"
     if ahead and config.policy != "lpm":
         return f"{ahead} waiting requests rank ahead of it"
     if scheduler.suspects:

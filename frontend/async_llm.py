@@ -14,17 +14,23 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
+
+import msgspec
 
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import EngineClient
 from frontend.grammar_check import GrammarChecker
 from frontend.outputs import OutputKind, PoolingOutput, PoolingRequestOutput, RequestOutput
 from frontend.reasoning import detect_reasoning
+from frontend.request_context import CURRENT
+from frontend.request_log import RequestLog, RequestRecord
 from frontend.request_stream import Choice, RequestStream
+from frontend.step_report import StepTotals
 from frontend.timeline import Timeline
 from frontend.tokenizer import Tokenizer, pack_ids
 from frontend.tools.formats import detect_format
@@ -64,7 +70,9 @@ class AsyncLLM:
         self.created = int(time.time())
         self.served_model_name = ""
         self.max_model_len = self.vocab_size = 0
-        self.observers: list[Callable[[RequestStream], None]] = []     # called with every stream that has ended
+        self.request_log = RequestLog()
+        self.observers: list[Callable[[RequestStream], None]] = [self.request_log.observe]  # told of every ended stream
+        self.operator_trace: dict[str, Any] | None = None              # what stop_profile read last
         self.pids: list[int] = []               # of the engine's processes, the supervisor first
 
     # ------------------------------------------------------------ life
@@ -205,6 +213,8 @@ class AsyncLLM:
         RequestFailedError.
         """
         client = self._engine()
+        context = CURRENT.get()
+        arrival = time.monotonic() if context is None else context.arrival_time
         params = sampling_params if sampling_params is not None else SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         tokens = await self._tokens(prompt, add_special_tokens)
@@ -215,22 +225,25 @@ class AsyncLLM:
         params.check_for_model(self.vocab_size)
         if params.structured_outputs is not None:
             await self._grammars.check(params.structured_outputs)
-        stream = RequestStream(request_id or f"request-{next(self._names)}", text, tokens, params, output_kind)
+        stream = RequestStream(request_id or f"request-{next(self._names)}", text, tokens, params, output_kind, arrival)
+        stream.context = context
         wire = params.replace(n=1, stop=[], bad_words=[]) if params.stop or params.bad_words or params.n > 1 else params
         stream.choices = [Choice(stream, number, index, self.tokenizer)
                           for index, number in enumerate(client.next_ids(params.n))]
         if self.is_paused:
             await self._wait_resumed()
         try:
+            stream.metrics.sent_time = time.monotonic()
             client.add(stream.choices, AddRequest(
                 stream.choices[0].request_id, memoryview(tokens), wire, num_choices=params.n, priority=priority,
-                arrival_time=stream.metrics.arrival_time, cache_salt=cache_salt))
+                arrival_time=arrival, cache_salt=cache_salt))
             while True:
                 output = await stream.next()
                 yield output
                 if output.finished:
                     return
         finally:
+            stream.metrics.delivered_time = time.monotonic()
             for observe in self.observers:
                 observe(stream)
             if not stream.is_finished or stream.error is not None:
@@ -372,6 +385,40 @@ class AsyncLLM:
         """The last steps of all processes, see frontend/timeline.py."""
         return self._engine().timeline
 
+    @property
+    def totals(self) -> StepTotals:
+        """Sums over all steps since the start."""
+        return self._engine().totals
+
+    async def overview(self) -> dict[str, Any]:
+        """The core's pool and queue now: states of blocks, and why the first waiting requests wait."""
+        result: dict[str, Any] = await self._engine().command("overview")
+        return result
+
+    async def start_profile(self) -> None:
+        """The worker records its operators until `stop_profile`, for a minute at most. Raises ValueError when it does
+        so already."""
+        await self._engine().command("start_profile")
+
+    async def stop_profile(self) -> dict[str, Any]:
+        """What torch's profiler recorded, as Chrome trace events on its own clock; kept as `operator_trace`.
+
+        Takes seconds, in which requests go on. Raises ValueError when nothing is recorded.
+        """
+        told = await self._engine().command("stop_profile")
+        self.operator_trace = await asyncio.to_thread(_read_and_remove, told["path"])
+        return self.operator_trace
+
+    @property
+    def num_blocks(self) -> int:
+        """Usable blocks of the pool."""
+        ready = self._engine().ready
+        return 0 if ready is None else ready.num_blocks
+
+    def requests(self) -> list[RequestRecord]:
+        """Those of this frontend that the engine has, oldest first."""
+        return [RequestRecord.of(stream) for stream in self._engine().streams]
+
     async def request_status(self, request_id: int) -> dict[str, Any]:
         """State of a live request of this frontend, by the engine's number for it: where it is and why it waits."""
         result: dict[str, Any] = await self._engine().command("request_status", request_id)
@@ -380,3 +427,10 @@ class AsyncLLM:
     async def check_invariants(self) -> None:
         """Have the core check its blocks, rows and queue against each other. A contradiction ends the engine."""
         await self._engine().command("check")
+
+
+def _read_and_remove(path: str) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        trace: dict[str, Any] = msgspec.json.decode(file.read())
+    os.unlink(path)
+    return trace

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 import zmq
 
+from frontend.request_stream import Choice, RequestStream
+from frontend.step_report import StepTotals
 from frontend.timeline import Timeline
-from frontend.request_stream import Choice
 from ipc.codec import Header
 from ipc.config import Peer
 from ipc.errors import EngineDeadError, RequestFailedError
@@ -48,6 +49,7 @@ class EngineClient:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._became_ready = asyncio.Event()
         self.timeline = Timeline()
+        self.totals = StepTotals(self.timeline)
         self.num_restarts = 0                   # of the core, survived
         self._link = self._connect(core)
 
@@ -143,6 +145,11 @@ class EngineClient:
     def num_requests(self) -> int:
         return len(self._choices)
 
+    @property
+    def streams(self) -> list[RequestStream]:
+        """Of the requests that run, each once, oldest first."""
+        return list({id(choice.stream): choice.stream for choice in self._choices.values()}.values())
+
     # ------------------------------------------------------------ what arrives
 
     def _on_message(self, header: Header, message: Any) -> None:
@@ -158,10 +165,9 @@ class EngineClient:
     def _handle(self, message: Any) -> None:
         if isinstance(message, Outputs):
             received_ns = time.monotonic_ns()
-            self._on_outputs(message)
-            if message.stamps:
-                self.timeline.add(message.stamps, received_ns, time.monotonic_ns(), message.num_running,
-                                  message.num_waiting, message.num_free_blocks)
+            self._on_outputs(message, received_ns)
+            if message.stamps:                  # the loop runs it behind the tasks just woken: they have written then
+                self._loop.call_soon(self._record, message, received_ns, time.monotonic_ns())
         elif isinstance(message, EngineReady):
             self.ready = message
             self._replay()
@@ -178,7 +184,13 @@ class EngineClient:
         elif isinstance(message, HelloAck):
             self.fail(EngineDeadError(f"the engine core refused this frontend: {message.refused}"))
 
-    def _on_outputs(self, outputs: Outputs) -> None:
+    def _record(self, outputs: Outputs, received_ns: int, handled_ns: int) -> None:
+        self.timeline.add(outputs.stamps, received_ns, handled_ns, time.monotonic_ns(), outputs.num_running,
+                          outputs.num_waiting, outputs.num_free_blocks)
+        if self.totals.is_due:
+            self.totals.update()
+
+    def _on_outputs(self, outputs: Outputs, now_ns: int) -> None:
         self.num_running, self.num_waiting = outputs.num_running, outputs.num_waiting
         self.num_free_blocks = outputs.num_free_blocks
         choices = self._choices
@@ -201,10 +213,11 @@ class EngineClient:
                     choice.stream.fail(RequestFailedError(
                         f"token {number} arrived where {len(choice.token_ids)} was due"))
                     continue
+                choice.token_ns.append(now_ns)
                 if choice.receive(token, i in stop_at):
                     unwanted.append(choice)
                     choice.stream.on_end()
-                choice.stream.on_token()
+                choice.stream.on_token(now_ns)
             if unwanted:
                 self.abort(unwanted)
         for finished in outputs.finished:

@@ -41,10 +41,12 @@ class CompletionOutput:
 @dataclasses.dataclass(slots=True)
 class RequestMetrics:
     """Times of one request in seconds of time.monotonic(); None: not yet."""
-    arrival_time: float
+    arrival_time: float                         # over HTTP: when the request came in
+    sent_time: float | None = None              # tokenized and on its way to the core
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+    delivered_time: float | None = None         # the consumer has its last piece
 
 
 @dataclasses.dataclass(slots=True)

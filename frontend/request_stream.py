@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from frontend.detokenizer import make_detokenizer
 from frontend.outputs import CompletionOutput, Logprob, Logprobs, OutputKind, RequestMetrics, RequestOutput
+from frontend.request_context import RequestContext
 from frontend.stop_strings import StopChecker
 from ipc.errors import error_from_code
 from ipc.messages import FINISH_ERROR, FINISH_NAMES, FINISH_STOP, AddRequest, Admitted, Finished, TokenLogprobs
@@ -28,7 +30,7 @@ class Choice:
 
     __slots__ = ("stream", "request_id", "index", "token_ids", "text", "num_taken_chars", "num_taken_tokens",
                  "new_text", "finish_reason", "stop_reason", "is_reported", "message", "logprobs",
-                 "cumulative_logprob", "_tokenizer", "_detokenizer", "_stop", "_min_tokens")
+                 "cumulative_logprob", "token_ns", "_tokenizer", "_detokenizer", "_stop", "_min_tokens")
 
     def __init__(self, stream: RequestStream, request_id: int, index: int, tokenizer: Tokenizer) -> None:
         params = stream.params
@@ -36,6 +38,7 @@ class Choice:
         self.request_id = request_id
         self.index = index
         self.token_ids: list[int] = []          # everything received that counts
+        self.token_ns = array("q")              # when each of them arrived, monotonic
         self.text = ""                          # what the consumer has been given
         self.new_text: list[str] = []
         self.num_taken_tokens = 0
@@ -131,11 +134,12 @@ class RequestStream:
     """All choices of one request. Lives in one event loop."""
 
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: bytes, params: SamplingParams,
-                 kind: OutputKind) -> None:
+                 kind: OutputKind, arrival_time: float | None = None) -> None:
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
         self.kind = kind
         self.choices: list[Choice] = []
-        self.metrics = RequestMetrics(time.monotonic())
+        self.metrics = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
+        self.context: RequestContext | None = None
         self.num_cached_tokens = self.num_preemptions = 0
         self.max_tokens: int | None = params.max_tokens
         self.error: Exception | None = None
@@ -163,9 +167,9 @@ class RequestStream:
     def _is_prompt_told(self) -> bool:
         return self.prompt_logprobs is None or 4 * len(self.prompt_logprobs) >= len(self.prompt_token_ids)
 
-    def on_token(self) -> None:
+    def on_token(self, now_ns: int) -> None:
         if self.metrics.first_token_time is None:
-            self.metrics.first_token_time = time.monotonic()
+            self.metrics.first_token_time = now_ns / 1e9
         self._wake.set()
 
     def on_finished(self, choice: Choice, news: Finished) -> None:

@@ -6,6 +6,7 @@ logs the choice with its reason. A test asserts that every field here is read so
 """
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -118,6 +119,9 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def __post_init__(self) -> None:
         _range("port", self.port, 0, 65535)
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError(f"--metrics-prefix is {self.metrics_prefix!r}; it takes letters, digits and _, for "
+                              "example threefold")
         _range("drain_timeout", self.drain_timeout, 0.0, 86_400.0)
         _range("max_connections", self.max_connections, 1, 1 << 20)
         for name in ("api_key", "admin_api_key"):

@@ -7,8 +7,8 @@ of CLOCK_MONOTONIC, which all processes of a host share.
 
     supervisor ─ Config, Shutdown ─▶ child                child ─ Hello, Phase, Ready, Failure ─▶ supervisor (lifeline)
     frontend ─ Hello, AddRequest, Abort, Command ─▶ core  core ─ Phase, EngineReady, Outputs, CommandReply ─▶ frontend
-    core ─ Hello, SchedulerOutput ─▶ worker               worker ─ Phase, WorkerReady, ModelRunnerOutput, StepFailed ─▶
-                                                          core
+    core ─ Hello, SchedulerOutput, Profile ─▶ worker      worker ─ Phase, WorkerReady, ModelRunnerOutput, StepFailed,
+                                                          Profiled ─▶ core
 """
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Frontend -> engine core: a control call. Answered by the CommandReply of the same call_id."""
     call_id: int
-    name: str                                   # one of engine_core.core.COMMANDS
+    name: str                                   # known to EngineCore, or start_profile and stop_profile
     request_id: int = 0                         # of "request_status"
 
 
@@ -199,9 +199,11 @@ class Outputs(msgspec.Struct, array_like=True, gc=False):
 
 
 # One step in Outputs.stamps: monotonic ns of the core and the worker, then what it was. With the frontend's own times
-# they give the whole timeline.
-STAMPS = ("plan_begin", "plan_end", "worker_received", "worker_prepared", "worker_launched", "worker_done", "device_ns",
-          "commit_begin", "commit_end", "step", "num_rows", "num_tokens")
+# they give the whole timeline. plan_end: scheduled, not yet encoded. num_prefill_tokens: of num_tokens, those of rows
+# in mid-prompt.
+STAMPS = ("plan_begin", "plan_end", "plan_sent", "worker_received", "worker_prepared", "worker_launched", "worker_done",
+          "device_ns", "commit_begin", "commit_end", "outputs_sent", "step", "num_rows", "num_tokens",
+          "num_prefill_tokens")
 
 
 class CommandReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -247,6 +249,12 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     reset: bool = False                         # drop all rows first; ends the stop after a failed step
     sent_ns: int = 0
     stale: bool = False                         # the prefix cache was reset: rows of before `new` are not reusable
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Engine core -> worker: start or stop recording operators. Answered by the Profiled of the same call_id."""
+    call_id: int
+    is_start: bool
 
 
 # ---------------------------------------------------------------- worker -> engine core
@@ -322,6 +330,14 @@ class StepFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_ids: list[int] = []                 # the requests it is about, when the worker can tell
 
 
+class Profiled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Worker -> engine core: the profiler records, or has stopped and its trace is in a file."""
+    call_id: int
+    path: str = ""                              # of a stop: Chrome trace events as JSON, in the run directory
+    seconds: float = 0.0                        # it recorded
+    error: str = ""
+
+
 class HelloAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Either side of a link -> the other: the Hello was refused. Schema hashes as hex."""
     refused: str
@@ -335,8 +351,8 @@ KINDS: dict[int, type] = {
     18: Start, 19: PeerDown, 25: PeerUp,
     20: AddRequest, 21: Abort, 22: Command,
     30: EngineReady, 31: Outputs, 32: CommandReply,
-    40: SchedulerOutput,
-    50: WorkerReady, 51: ModelRunnerOutput, 52: StepFailed,
+    40: SchedulerOutput, 41: Profile,
+    50: WorkerReady, 51: ModelRunnerOutput, 52: StepFailed, 53: Profiled,
 }
 KIND_OF: dict[type, int] = {struct: kind for kind, struct in KINDS.items()}
 

@@ -26,11 +26,11 @@ ALLOWED: dict[str, set[str]] = {                # besides the standard library a
                "zmq",
                "ipc"},
     "frontend": HTTP
-    | {"tokenizers", "jinja2", "numpy", "prometheus_client", "huggingface_hub", "llguidance", "msgspec",
+    | {"rich", "tokenizers", "jinja2", "numpy", "prometheus_client", "huggingface_hub", "llguidance", "msgspec",
                         "zmq", "tqdm", "ipc"},
 }
 # Imported where they are needed only, never when the process starts.
-LAZY: dict[str, set[str]] = {"ipc": {"huggingface_hub"}}
+LAZY: dict[str, set[str]] = {"ipc": {"huggingface_hub"}, "frontend": {"opentelemetry"}}
 
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

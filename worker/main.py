@@ -17,11 +17,12 @@ import zmq
 from ipc.config import WorkerProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import HELLO, ConfigWorker, SchedulerOutput, Shutdown, StepFailed, WorkerReady
+from ipc.messages import HELLO, ConfigWorker, Profile, SchedulerOutput, Shutdown, StepFailed, WorkerReady
 from ipc.process import configure_logging
 from ipc.progress import Progress
 from ipc.sockets import Link
 from worker.kept_rows import with_kept_rows
+from worker.profiler import OperatorProfiler, named_range, no_range
 
 if TYPE_CHECKING:
     from worker.model_runner import ModelRunner
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("worker")
 
 PHASE_INTERVAL_S = 0.1
+PROFILER_S = 60.0                               # prediction for reading what the profiler recorded
 FIRST_STEP_S = 6.0                              # prediction for the first step, which may warm things up
 
 
@@ -66,6 +68,8 @@ class WorkerLoop:
         self.poller = zmq.Poller()
         self.poller.register(self.link.socket, zmq.POLLIN)
         self.poller.register(life.lifeline.fileno(), zmq.POLLIN)
+        self.profiler = OperatorProfiler(config.run_dir)
+        self.poller.register(self.profiler.fd, zmq.POLLIN)
         self.is_stopping = False
         self.step_s = 0.0                       # longest step so far, what a step is predicted to take at most
 
@@ -103,6 +107,8 @@ class WorkerLoop:
         while not self.is_stopping:
             progress.waiting()
             self.poll(None)
+            if (answer := self.profiler.take()) is not None:
+                self.link.send(answer)
             while (item := self.link.receive()) is not None:
                 header, message = item
                 received_ns = clock()
@@ -111,6 +117,10 @@ class WorkerLoop:
                     self.link.send(with_kept_rows(ready, runner.state, is_sound=not runner.needs_reset))
                     runner.state.clear()
                     runner.needs_reset = False
+                elif isinstance(message, Profile):
+                    progress.working(PROFILER_S)
+                    if (answer := self.profiler.handle(message)) is not None:
+                        self.link.send(answer)
                 elif not isinstance(message, SchedulerOutput) or header.epoch != self.link.epoch:
                     logger.warning("dropped a %s of epoch %d", type(message).__name__, header.epoch)
                 elif runner.needs_reset and not message.reset:
@@ -122,8 +132,12 @@ class WorkerLoop:
 
     def _execute(self, runner: ModelRunner, plan: SchedulerOutput, received_ns: int) -> None:
         runner.needs_reset = False
+        runner.range = named_range if self.profiler.is_recording else no_range
         try:
-            self.link.send(runner.execute(plan, received_ns))
+            with runner.range(f"step {plan.step}"):
+                result = runner.execute(plan, received_ns)
+            self.link.send(result)
+            self.profiler.check_limit()
         except Exception as error:              # the core undoes the step and ends whoever is to blame
             runner.needs_reset = True
             self.link.send(StepFailed(plan.step, f"{type(error).__name__}: {error}", traceback.format_exc()))

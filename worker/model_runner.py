@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +20,7 @@ from worker.attention.base import AttentionBackend
 from worker.batch import BatchBuilder
 from worker.kv_pool import HostPool, KVPool, apply_block_ops
 from worker.models.flat_model import FlatModel
+from worker.profiler import no_range
 from worker.request_state import RequestState
 from worker.sampling.grammar import Grammars
 from worker.sampling.grammar_vocabulary import load_vocabulary
@@ -36,6 +40,7 @@ class ModelRunner:
         self.sampler = StepSampler(self.state, model.compute_logits, eos_token_ids, num_valid_tokens)
         self.grammars = Grammars(functools.partial(load_vocabulary, files, model.config.vocab_size, eos_token_ids))
         self.needs_reset = False                # a step failed; wait for the plan that says so
+        self.range: Callable[[str], AbstractContextManager[Any]] = no_range     # around parts of a step, in a recording
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput, received_ns: int = 0) -> ModelRunnerOutput:
@@ -50,10 +55,12 @@ class ModelRunner:
         if batch is not None:
             state = self.state
             grammars = self.grammars.begin(state, batch.sample_rows) if state.num_with_options else None
-            hidden = self.model(batch.input_ids, batch.positions, self.pool.caches, batch.meta, self.backend)
+            with self.range("forward"):
+                hidden = self.model(batch.input_ids, batch.positions, self.pool.caches, batch.meta, self.backend)
             launched_ns = time.monotonic_ns()
             self.sampler.mask = grammars.mask if grammars is not None else None
-            result = self.sampler.run(batch, hidden)
+            with self.range("sample"):
+                result = self.sampler.run(batch, hidden)
             if grammars is not None:
                 ended_rows = grammars.accept(batch.sample_rows, result.tokens)
             state.is_reusable[result.bad_rows] = False

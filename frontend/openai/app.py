@@ -31,6 +31,7 @@ from frontend.openai.openapi import openapi_handler
 from frontend.openai.protocol import ChatRequest, CompletionRequest
 from frontend.openai.response_store import ResponseStore
 from frontend.openai.routes import Row, make_route
+from frontend.request_context import CURRENT
 from ipc.config import FrontendSection
 from ipc.errors import EngineDeadError
 
@@ -82,6 +83,7 @@ class OpenAIApp:
         exchange = scope["exchange"] = Exchange(scope, receive, send, self.limits)
         self._counters.num_requests += 1
         self._counters.num_active += 1
+        context = CURRENT.set(exchange.context())
         try:
             exchange.check_headers()
             is_allowed = self._cors.apply(exchange)
@@ -101,6 +103,7 @@ class OpenAIApp:
         except Exception as exc:                        # the edge: whatever it is, the caller gets one error body
             await self._fail(exchange, exc)
         finally:
+            CURRENT.reset(context)
             self._counters.num_active -= 1
 
     async def _fail(self, exchange: Exchange, exc: BaseException) -> None:

@@ -1,22 +1,28 @@
-"""GET /debug/timeline: the last steps of all processes, as a summary or a trace. GET /metrics: Prometheus text."""
+"""What shows a running engine to its operator: the timeline, the state now, Prometheus text, the operator profiler."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import os
+import functools
 import time
-from collections.abc import Callable
 
 import msgspec
 
 from frontend.async_llm import AsyncLLM
+from frontend.live import live
 from frontend.metrics import Metrics
 from frontend.openai.auth import Access
 from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
+from frontend.openai.generation import check_engine
 from frontend.openai.routes import Row
-from frontend.timeline import analyse, chrome_trace
+from frontend.processes import process_use, siblings
+from frontend.step_report import analyse
+from frontend.trace import chrome_trace
 from ipc.errors import RequestError
+
+_encode = msgspec.json.Encoder().encode
 
 
 def debug_rows(llm: AsyncLLM, metrics: Metrics) -> list[Row]:
@@ -24,20 +30,58 @@ def debug_rows(llm: AsyncLLM, metrics: Metrics) -> list[Row]:
 
     async def get_timeline(exchange: Exchange, _: EngineLike) -> None:
         """?seconds=10&format=report|trace"""
-        query = dict(pair.partition("=")[::2] for pair in exchange.scope["query_string"].decode("latin-1").split("&"))
+        query = exchange.query()
         seconds = _number(query.get("seconds", "10"))
+        kind = query.get("format", "report")
         rows = llm.timeline.window(time.monotonic_ns() - int(seconds * 1e9))
-        if query.get("format", "report") == "trace":
-            await exchange.reply(200, msgspec.json.encode(chrome_trace(rows)))
-            return
-        await exchange.reply(200, msgspec.json.encode({**dataclasses.asdict(analyse(rows)), "processes": processes()}))
+        if kind == "trace":
+            make = functools.partial(
+                chrome_trace, rows, [*llm.request_log.ended, *llm.requests()], llm.operator_trace, llm.num_blocks
+            )
+            await exchange.reply(200, await asyncio.to_thread(lambda: _encode(make())))
+        elif kind == "report":
+            processes = [use._asdict() for use in process_use(siblings())]
+            await exchange.reply(200, _encode({**dataclasses.asdict(analyse(rows)), "processes": processes}))
+        else:
+            raise RequestError(f"format is {kind[:40]!r}; allowed are report and trace", "format")
+
+    async def get_live(exchange: Exchange, _: EngineLike) -> None:
+        """?after=COUNT: the steps since an earlier answer, and the state now."""
+        text = exchange.query().get("after", "-1")
+        if not text.removeprefix("-").isdecimal() or len(text) > 18:
+            raise RequestError(f"after is {text[:40]!r}; it takes the count of an earlier answer, or -1", "after")
+        await exchange.reply(200, _encode(await live(llm, int(text), siblings())))
 
     async def get_metrics(exchange: Exchange, _: EngineLike) -> None:
         await exchange.reply(200, await metrics.text(llm), content_type=b"text/plain; version=0.0.4; charset=utf-8")
 
+    async def start_profile(exchange: Exchange, engine: EngineLike) -> None:
+        """POST: the worker records its operators from now on."""
+        check_engine(engine)
+        try:
+            await llm.start_profile()
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        await exchange.reply(200, _encode({"status": "profiling"}))
+
+    async def stop_profile(exchange: Exchange, engine: EngineLike) -> None:
+        """POST: it stops; /debug/timeline?format=trace has what it recorded, beside the steps."""
+        check_engine(engine)
+        begin = time.monotonic()
+        try:
+            trace = await llm.stop_profile()
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        took = round(time.monotonic() - begin, 3)
+        await exchange.reply(200, _encode({"status": "stopped", "events": len(trace["traceEvents"]), "seconds": took}))
+
+    get, post = ("GET",), ("POST",)
     return [
-        Row(("GET",), "/debug/timeline", get_timeline, "where the time of the last steps went"),
-        Row(("GET",), "/metrics", get_metrics, "Prometheus metrics", Access.KEY),
+        Row(get, "/debug/timeline", get_timeline, "where the time of the last steps went"),
+        Row(get, "/debug/live", get_live, "steps, pool, queue and requests now"),
+        Row(get, "/metrics", get_metrics, "Prometheus metrics"),
+        Row(post, "/start_profile", start_profile, "record the worker's operators", Access.ADMIN),
+        Row(post, "/stop_profile", stop_profile, "stop recording them", Access.ADMIN),
     ]
 
 
@@ -49,33 +93,3 @@ def _number(text: str) -> float:
     if not 0.0 < value <= 3600.0:
         raise RequestError(f"seconds is {text[:40]!r}; allowed is above 0 up to 3600", "seconds")
     return value
-
-
-def processes() -> list[dict[str, object]]:
-    """The engine's processes: role, pid, CPU seconds used, resident bytes. Siblings of this one, and it."""
-    found: list[dict[str, object]] = []
-    for pid in _siblings(os.getppid()):
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                fields = file.read().rsplit(")", 1)[1].split()
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                words = file.read().split(b"\0")
-            with open(f"/proc/{pid}/statm") as file:
-                resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:  # it has just ended
-            continue
-        module = next((w for w in words if w.endswith(b".main")), b"")
-        if module:
-            cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            found.append(
-                {"role": module.decode().removesuffix(".main"), "pid": pid, "cpu_s": cpu, "rss_bytes": resident}
-            )
-    return found
-
-
-def _siblings(parent: int) -> list[int]:
-    read: Callable[[str], str] = lambda path: open(path).read()  # noqa: E731
-    try:
-        return [int(pid) for pid in read(f"/proc/{parent}/task/{parent}/children").split()]
-    except OSError:
-        return [os.getpid()]

@@ -29,6 +29,7 @@ from frontend.openai.limits import (
     checked_request_id,
 )
 from frontend.openai.protocol import GenerationRequest, NeutralValues
+from frontend.request_context import RequestContext
 
 R = TypeVar("R", bound=GenerationRequest)
 S = TypeVar("S", bound=msgspec.Struct)
@@ -61,6 +62,11 @@ class Exchange:
     def elapsed_s(self) -> float:
         """Seconds since the request arrived."""
         return time.monotonic() - self._arrival_s
+
+    def context(self) -> RequestContext:
+        """For the engine request that this one becomes."""
+        trace = [(self.header(name) or b"").decode("latin-1") for name in (b"traceparent", b"tracestate")]
+        return RequestContext(self._arrival_s, *trace)
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of a request header; `name` in lower case."""

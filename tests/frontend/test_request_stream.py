@@ -29,7 +29,7 @@ def feed(choice: Choice, data: bytes | list[int]) -> bool:
         if choice.finish_reason is None:
             if choice.receive(token, False):
                 choice.stream.on_end()
-            choice.stream.on_token()
+            choice.stream.on_token(0)
     return choice.is_ended
 
 

@@ -6,26 +6,31 @@ import json
 import numpy as np
 import pytest
 
-from frontend.timeline import COLUMNS, IDLE_CAUSES, RING_STEPS, Timeline, analyse, chrome_trace
+from frontend.step_report import IDLE_CAUSES, StepTotals, analyse, idle_causes
+from frontend.timeline import COLUMN, COLUMNS, RING_STEPS, Timeline, columns
+from frontend.trace import chrome_trace, operator_events
 from ipc.messages import STAMPS
 
 US = 1000
 
 
-def steps(count: int, *, plan: int = 50, wire: int = 40, prepare: int = 30, forward: int = 5000, sample: int = 100,
-          back: int = 40, commit: int = 60, out: int = 30, detokenize: int = 50, pause: int = 0) -> np.ndarray:
+def steps(count: int, *, plan: int = 50, encode: int = 10, wire: int = 40, prepare: int = 30, forward: int = 5000,
+          sample: int = 100, back: int = 40, commit: int = 60, out: int = 30, detokenize: int = 50, write: int = 20,
+          pause: int = 0) -> np.ndarray:
     """Synchronous steps, one after the other; times in microseconds. `pause`: before each plan nothing is asked for."""
     rows, now = [], 1_000_000 * US
     for step in range(count):
         now += pause * US
-        row = {"step": step, "num_rows": 4, "num_tokens": 4, "plan_begin": now}
-        for name, took in (("plan_end", plan), ("worker_received", wire), ("worker_prepared", prepare),
-                           ("worker_launched", forward), ("worker_done", sample), ("commit_begin", back),
-                           ("commit_end", commit)):
+        row = {"step": step, "num_rows": 4, "num_tokens": 4, "num_prefill_tokens": 1, "plan_begin": now}
+        for name, took in (("plan_end", plan), ("plan_sent", encode), ("worker_received", wire),
+                           ("worker_prepared", prepare), ("worker_launched", forward), ("worker_done", sample),
+                           ("commit_begin", back), ("commit_end", commit)):
             now += took * US
             row[name] = now
+        row["outputs_sent"] = now
         row["received"] = now + out * US
         row["handled"] = row["received"] + detokenize * US
+        row["written"] = row["handled"] + write * US
         row["device_ns"] = (forward + sample) * US
         rows.append([row.get(name, 0) for name in COLUMNS])
     return np.array(rows, np.int64)
@@ -35,9 +40,9 @@ def test_stages_have_the_times_that_were_put_in() -> None:
     report = analyse(steps(50))
     assert report.num_steps == 50 and report.tokens_per_step == 4
     assert {name: round(stage["p50"]) for name, stage in report.stages.items()} == {
-        "plan": 50, "plan wire": 40, "prepare": 30, "forward": 5000, "sample": 100, "result wire": 40, "commit": 60,
-        "output wire": 30, "detokenize": 50}
-    assert report.scheduler_us["p50"] == pytest.approx(110) and report.device_ms["p50"] == pytest.approx(5.1)
+        "plan": 50, "encode": 10, "plan wire": 40, "prepare": 30, "forward": 5000, "sample": 100, "result wire": 40,
+        "commit": 60, "output wire": 30, "detokenize": 50, "write": 20}
+    assert report.scheduler_us["p50"] == pytest.approx(120) and report.device_ms["p50"] == pytest.approx(5.1)
 
 
 def test_busy_and_idle_shares_sum_to_the_window() -> None:
@@ -63,7 +68,7 @@ def test_the_ring_keeps_the_newest_steps() -> None:
     timeline = Timeline()
     rows = steps(RING_STEPS + 100)
     for row in rows:
-        timeline.add(row[:len(STAMPS)].tobytes(), int(row[-5]), int(row[-4]), 1, 2, 3)
+        timeline.add(row[:len(STAMPS)].tobytes(), int(row[-6]), int(row[-5]), int(row[-4]), 1, 2, 3)
     kept = timeline.window()
     assert len(kept) == RING_STEPS and kept[0][STAMPS.index("step")] == 100 and kept[-1][-3:].tolist() == [1, 2, 3]
 
@@ -71,7 +76,7 @@ def test_the_ring_keeps_the_newest_steps() -> None:
 def test_a_window_begins_where_it_is_asked_to() -> None:
     timeline = Timeline()
     rows = steps(20)
-    timeline.add(rows[:, :len(STAMPS)].tobytes(), 1, 2, 0, 0, 0)
+    timeline.add(rows[:, :len(STAMPS)].tobytes(), 1, 2, 3, 0, 0, 0)
     since = int(rows[12][COLUMNS.index("commit_begin")])
     assert timeline.window(since)[0][STAMPS.index("step")] == 12
 
@@ -82,6 +87,61 @@ def test_no_steps_is_said_and_not_divided_by() -> None:
 
 def test_the_trace_has_a_track_per_process_and_follows_each_step() -> None:
     trace = json.loads(json.dumps(chrome_trace(steps(3))))["traceEvents"]
-    assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == {"frontend", "engine_core", "worker"}
+    assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == {"frontend", "engine_core", "worker", "requests"}
     assert [e["ph"] for e in trace if e.get("cat") == "step" and e["id"] == 1] == ["s", "t", "t", "f"]
     assert all(e["dur"] >= 0 for e in trace if e["ph"] == "X")
+
+
+def test_totals_are_those_of_all_steps_whatever_the_ring_kept() -> None:
+    rows = steps(RING_STEPS * 2, forward=1000, pause=500)
+    timeline = Timeline()
+    totals = StepTotals(timeline)
+    for row in rows:
+        timeline.add(row[:len(STAMPS)].tobytes(), int(row[-6]), int(row[-5]), int(row[-4]), 1, 2, 3)
+        if totals.is_due:
+            totals.update()
+    totals.update()
+    assert totals.num_tokens == 4 * len(rows) and totals.num_prefill_tokens == len(rows)
+    assert totals.device_s == pytest.approx(len(rows) * 1100e-6)
+    assert totals.scheduler_s == pytest.approx(len(rows) * 120e-6)
+    assert totals.idle_s["no requests"] == pytest.approx((len(rows) - 1) * 500e-6)
+    assert totals.token_counts.tolist()[2] == len(rows) == totals.token_counts.sum()
+    assert totals.busy_s["worker"] == pytest.approx(len(rows) * 1130e-6)
+
+
+def test_a_plan_made_before_the_gap_leaves_only_its_later_parts() -> None:
+    rows = steps(2)
+    begin = int(rows[0, COLUMN["worker_done"]])
+    for name, at in (("plan_begin", -900), ("plan_end", -800), ("plan_sent", -700), ("worker_received", 5),
+                     ("worker_prepared", 25)):
+        rows[1, COLUMN[name]] = begin + at * US
+    idle = idle_causes(columns(rows))
+    assert {cause: ns // US for cause, ns in idle.items() if ns} == {"wire": 5, "host preparation": 20}
+
+
+def test_steps_told_in_one_message_count_their_frontend_time_once() -> None:
+    rows = steps(10, forward=100, detokenize=500)
+    for name in ("received", "handled", "written"):
+        rows[:, COLUMN[name]] = rows[-1, COLUMN[name]]
+    assert analyse(rows).busy["frontend"] * analyse(rows).seconds == pytest.approx(520e-6)
+
+
+def test_after_gives_each_step_once() -> None:
+    timeline = Timeline()
+    stamps = steps(10)[:, :len(STAMPS)]
+    timeline.add(stamps[:4].tobytes(), 1, 2, 3, 0, 0, 0)
+    rows, count = timeline.after(0)
+    timeline.add(stamps[4:].tobytes(), 1, 2, 3, 0, 0, 0)
+    more, end = timeline.after(count)
+    assert (len(rows), count, len(more), end) == (4, 4, 6, 10) and len(timeline.after(end)[0]) == 0
+    assert len(timeline.after(1 << 40)[0]) == 10            # of a server that was restarted
+
+
+def test_operators_come_on_the_clock_of_the_steps() -> None:
+    other = 5_000_000.0                                     # microseconds that the profiler's clock is ahead
+    mark = {"ph": "X", "name": f"threefold clock {2_000 * US}", "pid": 7, "tid": 7, "ts": 2_000 + other, "dur": 3}
+    operator = {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 7, "tid": 7, "ts": 2_500 + other, "dur": 40.0}
+    found = operator_events({"traceEvents": [mark, operator, {"ph": "i", "name": "Record Window End"}]})
+    assert [(e["name"], e["ts"], e["dur"]) for e in found if e["ph"] == "X"] == [("aten::mm", 2_500.0, 40.0)]
+    with pytest.raises(ValueError, match="clock mark"):
+        operator_events({"traceEvents": [operator]})
