@@ -34,11 +34,14 @@ from worker.kernels.add_rms_norm import add_rms_norm
 from worker.kernels.argmax import argmax
 from worker.kernels.configs import FP8_CAPABILITY, shared_limit
 from worker.kernels.embedding import embedding
+from worker.kernels.moe import experts
 from worker.kernels.philox import philox_uniform
+from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write
 from worker.kernels.silu_mul import silu_mul
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OPCODES = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "IMMA", "LDGSTS", "UTMALDG", "STL", "LDL")
+_MATRIX_KERNELS = ("paged_attention_kernel", "grouped_matmul_kernel")
 _MATRIX = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "IMMA")
 PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}
 
@@ -138,7 +141,7 @@ def rotate_case(*, dim: int, norm: bool, pool: torch.dtype, dtype: torch.dtype =
         tables = torch.zeros((2, 1, dim), dtype=dtype)
         weight = torch.zeros((40, dim), dtype=dtype) if norm else None
         qkv = torch.zeros((2, 48, dim), dtype=dtype)
-        backend.rotate_and_write(qkv, tables, tables, cache, meta, num_heads=32, norm_weight=weight)
+        qkv_rope_kv_write(qkv, tables, tables, cache, meta.slot_mapping, num_heads=32, norm_weight=weight)
         backend.write(cache, qkv[:, 32:40], qkv[:, 40:], meta)
 
     return launch
@@ -160,6 +163,18 @@ def row_case(dtype: torch.dtype) -> Case:
     return launch
 
 
+def experts_case(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """A layer of Qwen3-30B-A3B's experts: sort, two grouped products, weighted sum."""
+
+    def launch(capability: int) -> None:
+        x = torch.zeros((num_tokens, 2048), dtype=dtype)
+        ids = torch.zeros((num_tokens, 8), dtype=torch.long)
+        gate_up, down = torch.empty((128, 1536, 2048), dtype=dtype), torch.empty((128, 2048, 768), dtype=dtype)
+        experts(x, ids, ids.float(), gate_up, down)
+
+    return launch
+
+
 DECODE, MANY, CHUNK = ([1] * 4, [8192] * 4), ([1] * 256, [1024] * 256), ([512] * 3 + [1], [8192] * 4)
 DRAFTS = ([5] * 4, [2048] * 4)
 BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
@@ -173,6 +188,8 @@ QUICK: dict[str, tuple[Case, bool]] = {
     "rotate 128 norm": (rotate_case(dim=128, norm=True, pool=BF16), False),
     "rotate 128 int8": (rotate_case(dim=128, norm=True, pool=INT8), False),
     "rows": (row_case(BF16), False),
+    "experts 64": (experts_case(64), True),
+    "experts 4096": (experts_case(4096), True),
 }
 REST: dict[str, tuple[Case, bool]] = {
     "chunk 64": (attention_case(*CHUNK, dim=64), True),
@@ -214,6 +231,9 @@ REST: dict[str, tuple[Case, bool]] = {
     "rotate 128 fp8": (rotate_case(dim=128, norm=True, pool=FP8), False),
     "rotate 256 f32": (rotate_case(dim=256, norm=True, pool=torch.float32, dtype=torch.float32), True),
     "rows f32": (row_case(torch.float32), False),
+    "experts 1024": (experts_case(1024), True),
+    "experts 64 f16": (experts_case(64, torch.float16), True),
+    "experts 64 f32": (experts_case(64, torch.float32), True),
 }
 
 
@@ -241,7 +261,7 @@ def compile_case(name: str, case: Case, needs_matrix: bool, capability: int) -> 
             row["problems"].append(f"spills: {row['stack']} bytes of stack")
         if row["shared"] > shared_limit(capability):
             row["problems"].append(f"shared memory {row['shared']} over {shared_limit(capability)}")
-        if needs_matrix and kernel == "paged_attention_kernel" and not any(row.get(op) for op in _MATRIX):
+        if needs_matrix and kernel in _MATRIX_KERNELS and not any(row.get(op) for op in _MATRIX):
             row["problems"].append("no matrix instructions")
         rows.append(row)
     return rows

@@ -36,6 +36,15 @@ def _qwen3(size: str, hidden: int, mlp: int, layers: int, heads: int, tied: bool
     })
 
 
+def _qwen3_moe(size: str, hidden: int, mlp: int, expert: int, layers: int, heads: int, kv_heads: int) -> Alias:
+    dense = _qwen3(size, hidden, mlp, layers, heads, False)
+    return Alias(dense.hub_id, {
+        **dense.hf_config, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "num_key_value_heads": kv_heads, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    })
+
+
 def _qwen2(size: str, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, tied: bool) -> Alias:
     return Alias(f"Qwen/Qwen2.5-{size}-Instruct", {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151_936 if tied else 152_064,
@@ -79,6 +88,8 @@ _CHAT_ONLY: dict[str, Alias] = {     # families whose plain hub name is already 
     "qwen3-8b": _qwen3("8B", 4_096, 12_288, 36, 32, False),
     "qwen3-14b": _qwen3("14B", 5_120, 17_408, 40, 40, False),
     "qwen3-32b": _qwen3("32B", 5_120, 25_600, 64, 64, False),
+    "qwen3-30b-a3b": _qwen3_moe("30B-A3B", 2_048, 6_144, 768, 48, 32, 4),
+    "qwen3-235b-a22b": _qwen3_moe("235B-A22B", 4_096, 12_288, 1_536, 94, 64, 4),
 }
 _WITH_INSTRUCT: dict[str, Alias] = {  # also known with "-instruct" at the end
     "qwen2.5-0.5b": _qwen2("0.5B", 896, 4_864, 24, 14, 2, True),

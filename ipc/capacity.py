@@ -53,8 +53,11 @@ def weight_count(config: ModelConfig) -> int:
     """Numbers in the weight matrices; norms and biases are too few to matter."""
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     attention = hidden * config.head_dim * (2 * heads + 2 * kv_heads)
-    layer = attention + 3 * hidden * config.intermediate_size
-    return config.num_hidden_layers * layer + (1 if config.tie_word_embeddings else 2) * config.vocab_size * hidden
+    dense = 3 * hidden * config.intermediate_size
+    sparse = config.num_experts * (3 * hidden * config.moe_intermediate_size + hidden)
+    num_sparse = sum(config.has_experts(layer) for layer in range(config.num_hidden_layers))
+    layers = config.num_hidden_layers * (attention + dense) + num_sparse * (sparse - dense)
+    return layers + (1 if config.tie_word_embeddings else 2) * config.vocab_size * hidden
 
 
 def nearest_fit(config: ModelConfig, item_bytes: int, free_bytes: int) -> str:

@@ -13,11 +13,12 @@ import msgspec
 from ipc.errors import ConfigError
 from ipc.gguf import GGUFFile
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 GGUF_ARCHITECTURES = dict(zip(("llama", "qwen2", "qwen3"), SUPPORTED_ARCHITECTURES))
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
 MAX_COUNT = (1 << 31) - 1
 MAX_NUMBER = 1e30
 
@@ -43,6 +44,12 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eos_token_ids: list[int] = []
     bos_token_id: int | None = None
     dtype: str = "float32"                       # the checkpoint's own; what "auto" starts from
+    num_experts: int = 0                         # of a mixture of experts; 0: every MLP is dense
+    num_experts_per_tok: int = 0                 # experts that compute each token
+    moe_intermediate_size: int = 0               # width inside one expert
+    norm_topk_prob: bool = False                 # the chosen experts' weights are divided by their sum
+    decoder_sparse_step: int = 1                 # layers step-1, 2 step-1, ... have experts, the others a dense MLP
+    mlp_only_layers: list[int] = []              # layers that have a dense MLP all the same
 
     def __post_init__(self) -> None:
         if self.architecture not in SUPPORTED_ARCHITECTURES:
@@ -66,9 +73,19 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"sliding_window is {self.sliding_window}, must be 0 (off) to {MAX_COUNT}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+        if self.num_experts:
+            for name, high in (("num_experts", MAX_EXPERTS), ("num_experts_per_tok", self.num_experts),
+                               ("moe_intermediate_size", MAX_COUNT), ("decoder_sparse_step", MAX_LAYERS)):
+                if not 1 <= getattr(self, name) <= high:
+                    raise ConfigError(f"{name} is {getattr(self, name)}, must be 1 to {high}")
         for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"special token id {token} is outside the vocabulary of {self.vocab_size}")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer is a mixture of experts."""
+        return (self.num_experts > 0 and layer not in self.mlp_only_layers
+                and (layer + 1) % self.decoder_sparse_step == 0)
 
 
 class _Fields:
@@ -140,8 +157,9 @@ def from_hf_config(raw: dict[str, Any], where: str, generation: dict[str, Any] |
     fields.refuse_unless("hidden_act", (None, "silu", "swish"), "only silu is supported")
     fields.refuse_unless("mlp_bias", (None, False), "biases in the MLP are not supported")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    is_qwen3 = architecture == "Qwen3ForCausalLM"
-    head_dim = 128 if is_qwen3 and "head_dim" not in raw else _default_head_dim(fields, hidden_size, num_heads)
+    is_qwen3 = architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+    has_own_default = architecture == "Qwen3ForCausalLM" and "head_dim" not in raw
+    head_dim = 128 if has_own_default else _default_head_dim(fields, hidden_size, num_heads)
     max_positions = fields.integer("max_position_embeddings")
     theta, scaling = _hf_rope(fields, max_positions)
     eos = fields.token_ids("eos_token_id")
@@ -156,7 +174,20 @@ def from_hf_config(raw: dict[str, Any], where: str, generation: dict[str, Any] |
         max_position_embeddings=max_positions, tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=architecture == "Qwen2ForCausalLM" or fields.flag("attention_bias", False), qk_norm=is_qwen3,
         sliding_window=_hf_window(fields, architecture), eos_token_ids=eos,
-        bos_token_id=next(iter(fields.token_ids("bos_token_id")), None), dtype=str(dtype).removeprefix("torch."))
+        bos_token_id=next(iter(fields.token_ids("bos_token_id")), None), dtype=str(dtype).removeprefix("torch."),
+        **(_hf_experts(fields) if architecture == "Qwen3MoeForCausalLM" else {}))
+
+
+def _hf_experts(fields: _Fields) -> dict[str, Any]:
+    """The numbers of a mixture of experts. transformers 5 writes num_local_experts where files have num_experts."""
+    key = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
+    dense = fields.get("mlp_only_layers")
+    if dense is not None and not (isinstance(dense, list) and all(type(layer) is int for layer in dense)):
+        raise fields.fail("mlp_only_layers", "a list of layer numbers")
+    return dict(num_experts=fields.integer(key), num_experts_per_tok=fields.integer("num_experts_per_tok"),
+                moe_intermediate_size=fields.integer("moe_intermediate_size"),
+                norm_topk_prob=fields.flag("norm_topk_prob", False),
+                decoder_sparse_step=fields.integer("decoder_sparse_step", 1), mlp_only_layers=dense or [])
 
 
 def from_gguf(file: GGUFFile) -> ModelConfig:

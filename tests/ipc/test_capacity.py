@@ -42,7 +42,8 @@ def test_sizes_for_options_are_rounded_up() -> None:
 
 
 @pytest.mark.parametrize(("name", "billions"), [
-    ("smollm2-135m", 0.1345), ("qwen3-0.6b", 0.596), ("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03), ("qwen2.5-7b", 7.61)])
+    ("smollm2-135m", 0.1345), ("qwen3-0.6b", 0.596), ("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03), ("qwen2.5-7b", 7.61),
+    ("qwen3-30b-a3b", 30.5)])
 def test_parameters_are_those_the_authors_state(name: str, billions: float) -> None:
     assert weight_count(from_hf_config(ALIASES[name].hf_config, name)) / 1e9 == pytest.approx(billions, rel=0.01)
 

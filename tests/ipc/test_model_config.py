@@ -87,6 +87,7 @@ def test_a_window_counts_only_where_it_is_switched_on() -> None:
     assert hf(**qwen, use_sliding_window=True, layer_types=["sliding_attention"] * 2).sliding_window == 100
 
 
+MOE = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
 REFUSED = {
     "architecture": (dict(architectures=["GPT2LMHeadModel"]), "['GPT2LMHeadModel'] is not supported; supported: "
                      "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
@@ -123,6 +124,11 @@ REFUSED = {
     "dtype": (dict(torch_dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn' is not supported"),
     "mixed-window": (dict(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=8,
                           max_window_layers=1), "a sliding window in some layers only"),
+    "experts-missing": (dict(architectures=["Qwen3MoeForCausalLM"]), "num_local_experts: expected an integer"),
+    "experts-per-token": (dict(MOE, num_experts_per_tok=9), "num_experts_per_tok is 9, must be 1 to 8"),
+    "experts-width": (dict(MOE, moe_intermediate_size=0), "moe_intermediate_size is 0, must be 1 to"),
+    "experts-step": (dict(MOE, decoder_sparse_step=0), "decoder_sparse_step is 0, must be 1 to"),
+    "experts-dense": (dict(MOE, mlp_only_layers="0"), "mlp_only_layers: expected a list of layer numbers"),
 }
 
 
@@ -132,6 +138,13 @@ def test_what_cannot_be_exact_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         hf(**changes)
     assert str(error.value).startswith("m/config.json: ") and "\n" not in str(error.value)
+
+
+def test_the_layers_with_experts_follow_from_step_and_exceptions() -> None:
+    config = hf(**dict(MOE, num_hidden_layers=7, decoder_sparse_step=2, mlp_only_layers=[3]))
+    assert [layer for layer in range(7) if config.has_experts(layer)] == [1, 5]
+    assert not any(hf().has_experts(layer) for layer in range(4))
+    assert hf(**dict(MOE, num_experts=None, num_local_experts=8)).num_experts == 8
 
 
 JUNK = [None, True, -1, 0, 1 << 70, 10**400, 0.5, 1e-300, float("nan"), "x", [], [1, "a"], {}, {"a": {}}]

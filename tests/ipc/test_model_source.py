@@ -28,6 +28,7 @@ CONFIG: dict[str, Any] = {
 }
 SIZES_IN_BILLIONS = {
     "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
+    "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.1,
     "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77,
     "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.2-1b": 1.236,
     "llama-3.2-3b": 3.213, "smollm2-135m": 0.1345,
@@ -73,7 +74,10 @@ def num_parameters(name: str) -> int:
     config = resolve_model(name, load_format="dummy").config
     heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     attention = config.hidden_size * (2 * heads + 2 * kv_heads)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    if config.num_experts:
+        mlp = config.num_experts * config.hidden_size * (3 * config.moe_intermediate_size + 1)
+    layer = attention + mlp + 2 * config.hidden_size
     matrices = 1 if config.tie_word_embeddings else 2
     return config.num_hidden_layers * layer + matrices * config.vocab_size * config.hidden_size
 

@@ -25,6 +25,10 @@ MAX_REGISTERS = {
     "argmax_chunks": 80,
     "argmax_rows": 32,
     "philox_uniform": 48,
+    "grouped_matmul": 255,
+    "moe_count": 32,
+    "moe_order": 80,
+    "moe_combine": 48,
 }
 
 

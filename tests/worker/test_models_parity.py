@@ -25,6 +25,7 @@ TINY: dict[str, Any] = dict(vocab_size=128, hidden_size=32, intermediate_size=48
 LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+MOE = dict(head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
@@ -41,6 +42,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", dict(head_dim=16)),
     "qwen3-tied": ("Qwen3", dict(head_dim=16, tie_word_embeddings=True, num_key_value_heads=1)),
     "qwen3-biased": ("Qwen3", dict(head_dim=16, attention_bias=True)),
+    "qwen3-moe": ("Qwen3Moe", MOE),
+    "qwen3-moe-mixed": ("Qwen3Moe", dict(MOE, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3],
+                                         norm_topk_prob=False)),
 }
 
 

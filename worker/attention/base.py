@@ -11,11 +11,14 @@ Knows the ragged layout and the pool's shape; does not know which model runs or 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from worker.models.ops import Ops
 
 
 @dataclass
@@ -82,6 +85,7 @@ class AttentionBackend(Protocol):
     except that each tensor's first axis counts blocks (so blocks can be swapped and copied)."""
 
     name: str
+    ops: Ops  # what models do between their matrix products, for this backend's device
 
     def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
         """Zeroed pools of one layer. shape (B + 1, S, Hkv, D): block 0 is the null block, the last one is scratch."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from worker.attention.base import BatchMeta
 from worker.kv_pool import allocate_pools, scatter_kv
+from worker.models.ops import TORCH_OPS
 
 MAX_PIECE = 128  # queries of a piece; smaller skips more of the causal triangle, larger feeds the matmul better
 FUSED_SCORES = 1 << 19  # scores of a bucket from which the fused op, which does not store them, is faster
@@ -75,6 +76,7 @@ class CpuBackend:
     step seen and is reused by all layers, so one instance serves one thread."""
 
     name = "cpu"
+    ops = TORCH_OPS
 
     def __init__(self) -> None:
         self._workspace: dict[str, Tensor] = {}

@@ -16,12 +16,14 @@ from worker.jit import step as st
 from worker.jit.team import Team, get_team
 from worker.jit.workspace import POOL_KINDS, AttentionWorkspace, pool_shapes
 from worker.kv_pool import allocate_pools
+from worker.models.ops import TORCH_OPS
 
 
 class JitBackend:
     """See AttentionBackend. Pools of float32 or bfloat16; the arithmetic is float32."""
 
     name = "jit"
+    ops = TORCH_OPS
 
     def __init__(self, team: Team | None = None) -> None:
         self.team = team or get_team()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from worker.attention.base import BatchMeta
 from worker.kv_pool import allocate_pools, write_kv
+from worker.models.ops import TORCH_OPS
 
 
 def gather_context(pool: Tensor, block_row: Tensor, length: int) -> Tensor:
@@ -23,6 +24,7 @@ class ReferenceBackend:
     """See AttentionBackend. Pools of any float dtype; the arithmetic is float32."""
 
     name = "reference"
+    ops = TORCH_OPS
 
     def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
         return allocate_pools(shape, dtype, device)

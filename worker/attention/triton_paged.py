@@ -22,8 +22,8 @@ from worker.kernels.configs import TileConfig, attention_config, padded_dim
 from worker.kernels.interpreter import install_if_interpreted
 from worker.kernels.kv_quant import is_quantized
 from worker.kernels.kv_write import kv_write
+from worker.kernels.ops import TRITON_OPS
 from worker.kernels.paged_attention import LOG2E, paged_attention_kernel
-from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write
 from worker.kv_pool import allocate_pools
 
 NO_SPLIT, SPLIT_TILES, SPLIT_SHORT_REQUESTS = 0, 1, 2  # kinds of plan
@@ -59,6 +59,7 @@ class TritonBackend:
     the scales of each token and head, [B, S, Hkv] bfloat16."""
 
     name = "triton"
+    ops = TRITON_OPS
 
     def __init__(self) -> None:
         install_if_interpreted()
@@ -73,14 +74,6 @@ class TritonBackend:
 
     def write(self, cache: tuple[Tensor, ...], k: Tensor, v: Tensor, meta: BatchMeta) -> None:
         kv_write(cache, k, v, meta.slot_mapping)
-
-    def rotate_and_write(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, ...], meta: BatchMeta, *, num_heads: int,
-        norm_weight: Tensor | None = None, eps: float = 1e-6,
-    ) -> Tensor:
-        """Head norms, rotary positions and the pool write in one pass; see qkv_rope_kv_write. Returns q [N, H, D]."""
-        return qkv_rope_kv_write(qkv, cos, sin, cache, meta.slot_mapping, num_heads=num_heads, norm_weight=norm_weight,
-                                 eps=eps)
 
     def forward(
         self, q: Tensor, cache: tuple[Tensor, ...], meta: BatchMeta, *, scale: float | None = None, window: int = 0,

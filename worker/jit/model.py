@@ -36,6 +36,8 @@ _LAYER_PARTS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_pro
 
 def refusal(config: ModelConfig) -> str | None:
     """None if this model's shape suits the kernels, else why not."""
+    if config.num_experts:
+        return "mixtures of experts are computed by torch"
     widths = {"hidden size": config.hidden_size, "intermediate size": config.intermediate_size,
               "width of all query heads": config.num_attention_heads * config.head_dim}
     for name, width in widths.items():

@@ -119,6 +119,27 @@ def attention_config(
     return next(fitting, candidates[-1])
 
 
+@dataclass(frozen=True)
+class MatmulConfig:
+    """BLOCK_M rows by BLOCK_N columns, BLOCK_K of the shared dimension at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def grouped_config(num_entries: int, num_experts: int, item_bytes: int) -> MatmulConfig:
+    """Tiles of the experts' products, for the rows an expert has on average when all are equally liked."""
+    per_expert = num_entries / num_experts
+    if item_bytes == 4:
+        return MatmulConfig(16, 32, 32, 4, 2)
+    if per_expert <= 16:  # bound by reading weights: narrow tiles, deep pipeline
+        return MatmulConfig(16, 64, 128, 4, 3)
+    return MatmulConfig(64, 128, 64, 4, 3) if per_expert <= 128 else MatmulConfig(128, 128, 64, 8, 3)
+
+
 def row_warps(size: int) -> int:
     """Warps of a program that handles one row of `size` elements: about 16 elements a thread."""
     return min(16, max(1, size // 512))

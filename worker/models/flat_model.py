@@ -9,13 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ipc.model_config import ModelConfig
 from worker.attention.base import AttentionBackend, BatchMeta
 from worker.models.checkpoint import Slot
-from worker.models.layers import GatedMLP, HeadNorm, Linear, RMSNorm, RotaryTables, add_norm, apply_rope, empty_weight
+from worker.models.layers import GatedMLP, HeadNorm, Linear, RMSNorm, RotaryTables, SparseMLP, empty_weight
 
 
 class Attention(nn.Module):
@@ -43,33 +42,32 @@ class Attention(nn.Module):
                 backend: AttentionBackend) -> Tensor:
         """x [N, E] -> [N, E]. Keys are written after rotation, then attended to: also this step's own."""
         qkv = self.qkv_proj(x).view(-1, self.num_all, self.head_dim)
-        rotated = qkv[:, :self.num_rotated]
-        if self.qk_norm is not None:
-            rotated = self.qk_norm(rotated)
-        rotated = apply_rope(rotated, *rope)
-        backend.write(cache, rotated[:, self.num_heads:], qkv[:, self.num_rotated:], meta)
-        out = backend.forward(rotated[:, :self.num_heads], cache, meta, scale=None, window=self.window)
+        q = backend.ops.rotate_and_write(qkv, self.qk_norm, rope, self.num_heads, self.num_kv_heads, cache, meta,
+                                         backend)
+        out = backend.forward(q, cache, meta, scale=None, window=self.window)
         return self.o_proj(out.reshape(-1, self.num_heads * self.head_dim))
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP; the residual adds are part of the norms (`add_norm`)."""
+    """Pre-norm attention and MLP; the residual adds are part of the norms (`add_norm` of the backend's ops)."""
 
-    def __init__(self, config: ModelConfig, *, output_bias: bool, dtype: torch.dtype,
+    def __init__(self, config: ModelConfig, index: int, *, output_bias: bool, dtype: torch.dtype,
                  device: torch.device | str) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.self_attn = Attention(config, output_bias=output_bias, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(config, dtype=dtype, device=device)
+        kind = SparseMLP if config.has_experts(index) else GatedMLP
+        self.mlp: GatedMLP | SparseMLP = kind(config, dtype=dtype, device=device)
 
     def forward(self, residual: Tensor, delta: Tensor | None, rope: tuple[Tensor, Tensor], cache: Any, meta: BatchMeta,
                 backend: AttentionBackend) -> tuple[Tensor, Tensor]:
         """(residual stream, what the MLP adds to it): the add is done by the next norm."""
-        hidden, residual = add_norm(self.input_layernorm, residual, delta)
+        ops = backend.ops
+        hidden, residual = ops.add_norm(self.input_layernorm, residual, delta)
         delta = self.self_attn(hidden, rope, cache, meta, backend)
-        hidden, residual = add_norm(self.post_attention_layernorm, residual, delta)
-        return residual, self.mlp(hidden)
+        hidden, residual = ops.add_norm(self.post_attention_layernorm, residual, delta)
+        return residual, self.mlp(hidden, ops)
 
 
 class FlatModel(nn.Module):
@@ -84,7 +82,7 @@ class FlatModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(self.make_layer(dtype, device) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.make_layer(i, dtype, device) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.lm_head = Linear(config.hidden_size, 0 if config.tie_word_embeddings else config.vocab_size, bias=False,
                               dtype=dtype, device=device)
@@ -92,9 +90,9 @@ class FlatModel(nn.Module):
             self.lm_head.weight = self.embed_tokens
         self.rope = RotaryTables(config, device)
 
-    def make_layer(self, dtype: torch.dtype, device: torch.device | str) -> DecoderLayer:
-        return DecoderLayer(self.config, output_bias=self.config.attention_bias and self.output_has_bias, dtype=dtype,
-                            device=device)
+    def make_layer(self, index: int, dtype: torch.dtype, device: torch.device | str) -> DecoderLayer:
+        return DecoderLayer(self.config, index, output_bias=self.config.attention_bias and self.output_has_bias,
+                            dtype=dtype, device=device)
 
     def kv_spec(self) -> tuple[int, int, int]:
         """(layers, Hkv, D) of the pool."""
@@ -103,12 +101,12 @@ class FlatModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: Sequence[Any], meta: BatchMeta,
                 backend: AttentionBackend) -> Tensor:
         """input_ids, positions [N] int64 -> hidden [N, E] after the last norm. One cache per layer."""
-        residual = F.embedding(input_ids, self.embed_tokens)
+        residual = backend.ops.embed(input_ids, self.embed_tokens)
         rope = self.rope(positions, residual.dtype)
         delta = None
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             residual, delta = layer(residual, delta, rope, cache, meta, backend)
-        return add_norm(self.norm, residual, delta)[0]
+        return backend.ops.add_norm(self.norm, residual, delta)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [L, E] -> [L, V] float32. The caller passes only the rows it samples: for a long prompt that is one
@@ -140,9 +138,8 @@ class FlatModel(nn.Module):
             if attn.qk_norm is not None:
                 add(f"{prefix}.self_attn.q_norm.weight", attn.qk_norm.weight[:num_heads], (dim,))
                 add(f"{prefix}.self_attn.k_norm.weight", attn.qk_norm.weight[num_heads:], (dim,))
-            add_rows(layer.mlp.gate_up_proj, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"],
-                     [layer.mlp.size, layer.mlp.size])
-            add_rows(layer.mlp.down_proj, [f"{prefix}.mlp.down_proj"], [self.config.hidden_size])
+            for name, target in layer.mlp.checkpoint_parts():
+                add(f"{prefix}.mlp.{name}", target)
         add("model.norm.weight", self.norm.weight)
         if not self.config.tie_word_embeddings:
             add("lm_head.weight", self.lm_head.weight)

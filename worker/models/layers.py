@@ -1,4 +1,4 @@
-"""The parts that families are built from: Linear, RMSNorm, rotary positions, gated MLP.
+"""The parts that families are built from: Linear, RMSNorm, rotary positions, gated MLP, experts.
 
 Shapes are those of one step's rows (letters in worker/__init__.py); nothing here knows requests or the pool. A decode
 step of a small model is bound by the number of torch calls, so each part is written in as few as it can be.
@@ -6,6 +6,8 @@ step of a small model is bound by the number of torch calls, so each part is wri
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 
 from ipc.errors import ConfigError
 from ipc.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from worker.models.ops import Ops
 
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -61,16 +66,6 @@ class HeadNorm(nn.Module):
         return F.rms_norm(x, self.shape, None, self.eps).mul_(self.weight)
 
 
-def add_norm(norm: RMSNorm, residual: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(norm(residual + delta), residual + delta): the residual add and the norm that follows it, one place to fuse.
-
-    The residual stream is updated in place; it starts as the embedding rows, which are this step's own copy.
-    """
-    if delta is not None:
-        residual = residual.add_(delta)
-    return norm(residual), residual
-
-
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), with gate and up as one matmul."""
 
@@ -80,10 +75,48 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * self.size, bias=False, dtype=dtype, device=device)
         self.down_proj = Linear(self.size, config.hidden_size, bias=False, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
         """x [N, E] -> [N, E]."""
-        both = self.gate_up_proj(x)
-        return self.down_proj(F.silu(both[:, :self.size]).mul_(both[:, self.size:]))
+        return self.down_proj(ops.silu_mul(self.gate_up_proj(x)))
+
+    def checkpoint_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in the checkpoint, the rows it fills)."""
+        yield "gate_proj.weight", self.gate_up_proj.weight[:self.size]
+        yield "up_proj.weight", self.gate_up_proj.weight[self.size:]
+        yield "down_proj.weight", self.down_proj.weight
+
+
+class SparseMLP(nn.Module):
+    """A mixture of experts: a router gives each token its `top_k` experts and their weights, each expert is a gated
+    MLP, the token gets the weighted sum. All experts are two tensors, so that one launch serves them all.
+
+    Source: Shazeer et al. 2017; Yang et al. 2025 (Qwen3-MoE).
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.size, self.num_experts = config.moe_intermediate_size, config.num_experts
+        self.top_k, self.is_normalized = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = Linear(config.hidden_size, self.num_experts, bias=False, dtype=dtype, device=device)
+        self.gate_up = empty_weight(self.num_experts, 2 * self.size, config.hidden_size, dtype=dtype, device=device)
+        self.down = empty_weight(self.num_experts, config.hidden_size, self.size, dtype=dtype, device=device)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [N, E] -> (expert ids [N, k] int64, their weights [N, k] float32)."""
+        weights, ids = torch.topk(torch.softmax(self.gate(x), -1, dtype=torch.float32), self.top_k, dim=-1)
+        return ids, weights / weights.sum(-1, keepdim=True) if self.is_normalized else weights
+
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        """x [N, E] -> [N, E]."""
+        return ops.experts(x, *self.route(x), self.gate_up, self.down)
+
+    def checkpoint_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in the checkpoint, the part it fills): three matrices of each expert."""
+        yield "gate.weight", self.gate.weight
+        for index in range(self.num_experts):
+            yield f"experts.{index}.gate_proj.weight", self.gate_up[index, :self.size]
+            yield f"experts.{index}.up_proj.weight", self.gate_up[index, self.size:]
+            yield f"experts.{index}.down_proj.weight", self.down[index]
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

@@ -22,6 +22,7 @@ MODELS: dict[str, Callable[[], type[FlatModel]]] = {
     "LlamaForCausalLM": _family("llama", "LlamaModel"),
     "Qwen2ForCausalLM": _family("qwen2", "Qwen2Model"),
     "Qwen3ForCausalLM": _family("qwen3", "Qwen3Model"),
+    "Qwen3MoeForCausalLM": _family("qwen3_moe", "Qwen3MoeModel"),
 }
 
 

@@ -19,7 +19,8 @@ from worker.kernels.kv_write import kv_write, kv_write_reference
 from worker.kernels.philox import philox_uniform, philox_uniform_reference
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write, qkv_rope_kv_write_reference
 from worker.kernels.silu_mul import silu_mul, silu_mul_reference
-from worker.models.layers import HeadNorm, RMSNorm, RotaryTables, add_norm, apply_rope
+from worker.models.layers import HeadNorm, RMSNorm, RotaryTables
+from worker.models.ops import TORCH_OPS
 from worker.sampling.sampler import arg_max
 
 DTYPES = [torch.float32, torch.float16, BF16]
@@ -60,7 +61,7 @@ def test_add_rms_norm_equals_the_models_own() -> None:
     norm = RMSNorm(32, 1e-6, dtype=torch.float32, device="cpu")
     norm.weight.copy_(randn(32))
     residual, delta = randn(4, 32, seed=1), randn(4, 32, seed=2)
-    expected, stream = add_norm(norm, residual.clone(), delta)
+    expected, stream = TORCH_OPS.add_norm(norm, residual.clone(), delta)
     ours = residual.clone()
     close(add_rms_norm(ours, delta, norm.weight, 1e-6), expected)
     assert torch.equal(ours, stream)
@@ -184,12 +185,11 @@ def test_the_fused_pass_equals_the_models_own_and_attends() -> None:
     meta.slot_mapping = torch.tensor(
         [int(meta.block_table[r, (n - 1) // 16]) * 16 + (n - 1) % 16 for r, n in enumerate([9, 20, 8])]
     )
-    rotated = apply_rope(norm(qkv[:, :6]), cos, sin)
-    backend.write(theirs, rotated[:, 4:], qkv[:, 6:], meta)
-    q = backend.rotate_and_write(qkv, cos, sin, ours, meta, num_heads=4, norm_weight=norm.weight, eps=1e-6)
-    close(q, rotated[:, :4])
+    expected = TORCH_OPS.rotate_and_write(qkv, norm, (cos, sin), 4, 2, theirs, meta, backend)
+    q = backend.ops.rotate_and_write(qkv, norm, (cos, sin), 4, 2, ours, meta, backend)
+    close(q, expected)
     close(ours[0].nan_to_num(), theirs[0].nan_to_num())
-    close(backend.forward(q, ours, meta), backend.forward(rotated[:, :4], theirs, meta))
+    close(backend.forward(q, ours, meta), backend.forward(expected, theirs, meta))
 
 
 @pytest.mark.parametrize("pool, step", [(INT8, 0.5 / 127), (FP8, 0.5 / 14)])

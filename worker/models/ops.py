@@ -1,0 +1,64 @@
+"""What a model does between its matrix products, in plain torch: the reference of every fused version of it.
+
+An attention backend brings the ops that suit its device (`backend.ops`), so the same FlatModel runs as torch on a CPU
+and as fused kernels on a GPU (worker/kernels/ops.py). Knows shapes of one step's rows; no requests, no weights of its
+own.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.models.layers import HeadNorm, RMSNorm, apply_rope
+
+if TYPE_CHECKING:
+    from worker.attention.base import AttentionBackend, BatchMeta
+
+
+class Ops:
+    """Stateless; one instance serves every model."""
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """ids [N], table [V, E] -> [N, E], the step's own copy: the residual stream starts as it."""
+        return F.embedding(ids, table)
+
+    def add_norm(self, norm: RMSNorm, residual: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(residual + delta), residual + delta): the residual add and the norm that follows it. The residual
+        stream is updated in place."""
+        if delta is not None:
+            residual = residual.add_(delta)
+        return norm(residual), residual
+
+    def silu_mul(self, both: Tensor) -> Tensor:
+        """both [N, 2F], gate then up -> silu(gate) * up [N, F]."""
+        size = both.shape[1] // 2
+        return F.silu(both[:, :size]).mul_(both[:, size:])
+
+    def rotate_and_write(self, qkv: Tensor, norm: HeadNorm | None, rope: tuple[Tensor, Tensor], num_heads: int,
+                         num_kv_heads: int, cache: Any, meta: BatchMeta, backend: AttentionBackend) -> Tensor:
+        """qkv [N, H + 2 Hkv, D] -> rotated q [N, H, D]; k (normed and rotated) and v are in the pool afterwards."""
+        num_rotated = num_heads + num_kv_heads
+        rotated = qkv[:, :num_rotated]
+        if norm is not None:
+            rotated = norm(rotated)
+        rotated = apply_rope(rotated, *rope)
+        backend.write(cache, rotated[:, num_heads:], qkv[:, num_rotated:], meta)
+        return rotated[:, :num_heads]
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """x [N, E], ids and weights [N, k], gate_up [X, 2F, E], down [X, E, F] -> [N, E]: the weighted sum of each
+        token's experts, accumulated in float32. Experts without a token are not read; which ones those are is asked
+        of the device, so this form waits for it."""
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in ids.unique().tolist():
+            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            hidden = self.silu_mul(F.linear(x[tokens], gate_up[expert]))
+            part = F.linear(hidden, down[expert]).float() * weights[tokens, places, None]
+            out.index_add_(0, tokens, part)
+        return out.to(x.dtype)
+
+
+TORCH_OPS = Ops()
