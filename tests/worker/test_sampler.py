@@ -93,6 +93,37 @@ def test_every_parameter_combination_equals_a_plain_float64_sampler(width: int) 
         assert upper - p[token] - 2e-6 <= u <= upper + 2e-6
 
 
+@pytest.mark.parametrize("shape", ["normal", "peaked", "flat", "two levels", "sorted", "few finite", "wide range"])
+@pytest.mark.parametrize("width", [4096, 20_011])
+def test_filters_of_wide_rows_of_any_shape_equal_a_plain_float64_sampler(width: int, shape: str) -> None:
+    """Rows of which a part does not tell how the whole is distributed, too."""
+    rng = np.random.default_rng(width)
+    rows = [random_row(rng) | {"temperature": float(rng.choice([0.5, 1.0, 2.0]))} for _ in range(40)]
+    x = rng.normal(0, 2.5, (len(rows), width)).astype(np.float32)
+    if shape == "peaked":
+        x[:, 77] += 30
+        x[:, 1000:1010] += 27
+    elif shape == "flat":
+        x = np.round(x / 10, 1)
+    elif shape == "two levels":
+        x = np.where(rng.random(x.shape) < 0.01, np.float32(3.0), np.float32(-1.0))
+    elif shape == "sorted":
+        x = np.sort(x)
+    elif shape == "few finite":
+        x[rng.random(x.shape) < 0.999] = -np.inf
+    elif shape == "wide range":
+        x *= np.float32(1e4)
+    x[:, 5] = np.float32(9.0)
+    result = sample(torch.from_numpy(x), rows)
+    assert not result.bad_rows.any()
+    for r, row in enumerate(rows):
+        p, token = kept_float64(x[r], row), int(result.tokens[r])
+        u = float(uniform([row["seed"]], [row["child"]], [row["output_index"]])[0, 0])
+        upper = p[: token + 1].sum()
+        assert p[token] > 0
+        assert upper - p[token] - 4e-6 <= u <= upper + 4e-6, (shape, row)
+
+
 @pytest.mark.parametrize("row, kept", [
     ({"top_k": 3}, 3), ({"top_p": 0.6}, None), ({"min_p": 0.1}, None), ({"temperature": 0.5}, None),
     ({"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5}, None),
@@ -222,6 +253,31 @@ def test_masked_pairs_are_never_drawn_and_other_rows_are_unchanged() -> None:
     assert torch.equal(logits[[0, 2]], x[[0, 2]])
 
 
+@pytest.mark.parametrize("width", [1, 31, 40, 255, 256, 257, 300, 3001, 9000])
+def test_reading_through_bits_equals_minus_infinity_in_the_logits(width: int) -> None:
+    """For every parameter; rows without bits are as if nobody had any. NaN behind a zero bit is not seen."""
+    rng = np.random.default_rng(width)
+    count, num_words = 60, -(-width // 32)
+    rows = [random_row(rng) for _ in range(count)]
+    x = rng.normal(0, 2, (count, width)).astype(np.float32)
+    words = rng.integers(-(1 << 31), 1 << 31, (9, num_words)).astype(np.int32)
+    words[rng.random(words.shape) < 0.5] = 0
+    words[rng.random(words.shape) < 0.2] = -1
+    words[0] = 0                                # nothing is left
+    index = rng.integers(-1, 9, count).astype(np.int32)
+    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :width].astype(bool)
+    masked = np.where((index >= 0)[:, None] & ~allowed[index], np.float32(-np.inf), x)
+    expected = sample(torch.from_numpy(masked), rows)
+    params, seen = columns(rows), x.copy()
+    params.words, params.word_index = words, index
+    seen[np.isneginf(masked) & (rng.random(x.shape) < 0.1)] = np.nan
+    result = Sampler().sample(torch.from_numpy(seen), params)
+    for name in ("tokens", "bad_rows", "empty_rows"):
+        assert getattr(result, name).tolist() == getattr(expected, name).tolist(), name
+    if width > 1:
+        assert 0 < result.empty_rows.sum() < count
+
+
 def test_ids_beyond_the_tokenizer_are_never_drawn_even_if_they_are_nan() -> None:
     x = torch.zeros(40, 200)
     x[:, 150:] = 50.0
@@ -287,4 +343,5 @@ def test_an_empty_step_gives_no_tokens() -> None:
 
 def test_columns_have_one_entry_a_row() -> None:
     greedy = SamplingColumns.greedy(5)
-    assert all(len(getattr(greedy, f.name)) == 5 for f in dataclasses.fields(greedy) if not f.name.startswith("masked"))
+    assert all(len(getattr(greedy, f.name)) == 5 for f in dataclasses.fields(greedy)
+               if not f.name.startswith(("masked", "word")))

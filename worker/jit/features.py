@@ -56,9 +56,10 @@ def describe() -> str:
 @functools.cache
 def cache_folder() -> Path:
     """Where compiled code lies. numba notices a change of the file that holds a function, not of the files it calls, so
-    the folder's name is a digest of this whole package; it keys by processor itself."""
+    the folder's name is a digest of all files with compiled functions; it keys by processor itself."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in [*sorted(here.glob("*.py")), *sorted((here.parent / "sampling").glob("jit_*.py"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return Path(CACHE_ROOT).expanduser() / digest.hexdigest()
 

@@ -215,6 +215,7 @@ sum_lanes_i32 = make(types.int32, (i32x16,), _tree(lambda b, x, y: b.add(x, y)))
 maximum_i32 = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.select(b.icmp_signed(">", x, y), x, y))
 max_lanes_i32 = make(types.int32, (i32x16,), _tree(lambda b, x, y: b.select(b.icmp_signed(">", x, y), x, y)))
 max_lanes = make(types.float32, (f32x16,), _tree(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y)))
+min_lanes = make(types.float32, (f32x16,), _tree(lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y)))
 
 
 def _emit_bf16(builder: Any, address: Any, value: Any) -> None:

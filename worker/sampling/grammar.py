@@ -1,7 +1,7 @@
 """Grammars beside the sampler: compiled once, followed token by token, turned into masks while the forward pass runs.
 
     begin    before the forward pass: start compiling what is new, fill the masks of rows that will sample, in threads
-    mask     before the draw: wait for the masks, apply them to the logits
+    mask     before the draw: wait for the masks, through which the sampler reads the logits
     accept   after the draw: every row's grammar takes its token; rows that may not go on are named
 
 A row's state follows from its outputs, so a row that returns after a preemption or a restart takes them all again. The
@@ -19,13 +19,10 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
-from torch import Tensor
 
 from ipc.errors import FAULT, INVALID
 from ipc.structured_outputs import PARSER_LIMITS, StructuredOutputs, grammar_text
 from worker.request_state import RequestState
-from worker.sampling.jit_threads import RowKernels
-from worker.sampling.masks import apply_bitmask
 
 logger = logging.getLogger(__name__)
 
@@ -165,23 +162,20 @@ class GrammarStep:
                  filled: Future[tuple[np.ndarray, dict[int, str]]]) -> None:
         self._state, self._found, self._filled = state, found, filled
 
-    def mask(self, logits: Tensor, rows: np.ndarray, kernels: RowKernels | None) -> None:
-        """Exclude what the grammars of these rows, whose logits [L, V] are given, do not allow."""
+    def mask(self, rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """(words, word_index) of SamplingColumns for these rows, whose logits are `width` wide."""
         bits, failures = self._filled.result()
         for row, text in failures.items():
             options = self._state.options[row]
             if options is not None and options.failure is None:
                 options.failure = INVALID, f"structured_outputs: the grammar became too complex: {text}"
         entry_of = {row: entry for entry, row in enumerate(rows.tolist())}
-        pairs = [(entry_of[row], index) for index, (row, grammar) in enumerate(self._found)
-                 if row in entry_of and not grammar.is_done]
-        if not pairs:
-            return
-        entries, index = np.array(pairs, np.int64).T.copy()
-        width = -(-logits.shape[1] // 32)
-        if bits.shape[1] < width:               # ids beyond the tokenizer
-            bits = np.pad(bits, ((0, 0), (0, width - bits.shape[1])))
-        apply_bitmask(logits, entries, np.ascontiguousarray(bits[index, :width]), kernels)
+        index = np.full(len(rows), -1, np.int32)
+        for at, (row, grammar) in enumerate(self._found):
+            if row in entry_of and not grammar.is_done:
+                index[entry_of[row]] = at
+        missing = -(-width // 32) - bits.shape[1]
+        return (np.pad(bits, ((0, 0), (0, missing))) if missing > 0 else bits), index      # ids beyond the tokenizer
 
     def accept(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Take the drawn tokens, -1: none. Returns the rows that their grammar ended, int32."""

@@ -16,6 +16,7 @@ import torch
 
 from worker.jit import features
 
+NO_WORDS, NO_INDEX = np.empty((0, 0), np.int32), np.empty(0, np.int32)     # no row has a mask
 WORTH_A_THREAD = 1 << 18                        # logits; waking a thread costs as much as reading this many
 
 
@@ -40,39 +41,45 @@ def _flat(x: np.ndarray) -> tuple[np.ndarray, int]:
 class RowKernels:
     """Calls for float32 numpy arrays [L, V] whose rows are contiguous."""
 
-    def __init__(self, kernels: Any) -> None:
-        self.kernels = kernels
+    def __init__(self) -> None:
+        from worker.sampling import jit_logprobs, jit_penalties, jit_rows
+        self.kernels: Any = jit_rows
+        self.penalties: Any = jit_penalties
+        self.logprob_rows: Any = jit_logprobs.logprob_rows
         self._local = threading.local()
         self._pool: ThreadPoolExecutor | None = None
         self._pool_size = 0
 
-    def greedy(self, x: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def greedy(self, x: np.ndarray, width: int, words: np.ndarray = NO_WORDS, index: np.ndarray = NO_INDEX
+               ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As sample, all temperatures 0."""
         count = len(x)
         flat, stride = _flat(x)
         results = np.empty(count, np.int32), np.empty(count, bool), np.empty(count, bool)
         if count == 1:
-            self.kernels.greedy_rows(flat, stride, width, 0, 1, self._scratch(width)[0], *results)
+            self.kernels.greedy_rows(flat, stride, width, 0, 1, words, index, self._scratch(width), *results)
             return results
 
         def part(begin: int, end: int) -> None:
-            self.kernels.greedy_rows(flat, stride, width, begin, end, self._scratch(width)[0], *results)
+            self.kernels.greedy_rows(flat, stride, width, begin, end, words, index, self._scratch(width), *results)
         self._run(part, count, width)
         return results
 
     def sample(self, x: np.ndarray, width: int, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray,
-               min_p: np.ndarray, seed: np.ndarray, child: np.ndarray, index: np.ndarray
+               min_p: np.ndarray, seed: np.ndarray, child: np.ndarray, output_index: np.ndarray,
+               words: np.ndarray = NO_WORDS, index: np.ndarray = NO_INDEX
                ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens int32, bad, empty) [L] over the first `width` logits of each row, see SampleResult; the noise is that
-        of ipc.counter_rng.uniform."""
+        of ipc.counter_rng.uniform. words int32 [n, >= ceil(width / 32)], index int32 [L]: see jit_rows.sample_rows."""
         count = len(x)
         flat, stride = _flat(x)
         results = np.empty(count, np.int32), np.empty(count, bool), np.empty(count, bool)
-        columns = (_as(temperature, np.float32), _as(top_k, np.int64), _as(top_p, np.float32), _as(min_p, np.float32),
-                   _as(seed, np.uint64), _as(child, np.int64), _as(index, np.int64))
+        columns = (_as(temperature, np.float32), _as(top_k, np.int32), _as(top_p, np.float32), _as(min_p, np.float32),
+                   _as(seed, np.uint64), _as(child, np.int32), _as(output_index, np.int64))
 
         def part(begin: int, end: int) -> None:
-            self.kernels.sample_rows(flat, stride, width, begin, end, *columns, *self._scratch(width), *results)
+            self.kernels.sample_rows(flat, stride, width, begin, end, words, index, *columns, self._scratch(width),
+                                     *results)
         self._run(part, count, width)
         return results
 
@@ -86,31 +93,28 @@ class RowKernels:
         targets, num_top = _as(targets, np.int64), _as(num_top, np.int64)
 
         def part(begin: int, end: int) -> None:
-            self.kernels.logprob_rows(flat, stride, width, begin, end, targets, num_top, *self._scratch(width), ids,
-                                      values, ranks)
+            self.logprob_rows(flat, stride, width, begin, end, targets, num_top, self._scratch(width), ids, values,
+                              ranks)
         self._run(part, count, width)
         return ids, values, ranks
 
-    def mask(self, x: np.ndarray, width: int, rows: np.ndarray, bits: np.ndarray) -> None:
-        """x[rows[i], t] = -inf where bit t of bits[i] int32 is 0, in place."""
-        rows, (flat, stride) = _as(rows, np.int64), _flat(x)
-        bits = _as(bits, np.int32)
-        self._run(lambda begin, end: self.kernels.mask_rows(flat, stride, width, rows, begin, end, bits), len(rows),
-                  width)
-
     def penalise(self, x: np.ndarray, *columns: np.ndarray) -> None:
-        """jit_rows.penalise_rows."""
+        """jit_penalties.penalise_rows."""
         flat, stride = _flat(x)
-        self.kernels.penalise_rows(flat, stride, x.shape[1], *columns)
+        self.penalties.penalise_rows(flat, stride, x.shape[1], *columns)
 
-    def _scratch(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+    def count(self, *columns: np.ndarray) -> None:
+        """jit_penalties.count_tokens."""
+        self.penalties.count_tokens(*columns)
+
+    def _scratch(self, width: int) -> np.ndarray:
         """This thread's memory for a row."""
         kept = getattr(self._local, "scratch", None)
-        if kept is None or kept[2] < width:
-            chunk = self.kernels.CHUNK
-            kept = self._local.scratch = (np.empty(3 * width + 2 * chunk + 64, np.float32),
-                                          np.empty(self.kernels.BINS + width // chunk + 2), width)
-        return kept[0], kept[1]
+        if kept is None or kept[1] < width:
+            room = np.empty(self.kernels.scratch_floats(width) + 16, np.float32)
+            at = -(room.ctypes.data // 4) % 16          # whole cache lines
+            kept = self._local.scratch = room[at:], width
+        return kept[0]
 
     def _run(self, part: Callable[[int, int], None], count: int, width: int) -> None:
         threads = 1 if count == 1 else min(_num_threads or torch.get_num_threads(), count,
@@ -137,8 +141,7 @@ def load() -> RowKernels | None:
     """The process's kernels; None: not available here."""
     if features.missing() is not None:
         return None
-    from worker.sampling import jit_rows
-    return RowKernels(jit_rows)
+    return RowKernels()
 
 
 def warm_up(width: int) -> None:
@@ -150,8 +153,7 @@ def warm_up(width: int) -> None:
     kernels.sample(x, width, ones, ones, ones, ones * 0, ones, ones, ones)
     kernels.greedy(x, width)
     kernels.logprobs(x, ones, ones)
-    kernels.mask(x, width, ones * 0, np.full((1, -(-width // 32)), -1, np.int32))
     one = np.zeros(1, np.int64)
     counts, seen = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
-    kernels.kernels.count_tokens(np.zeros((1, 1), np.int32), one, one, one, one, one, counts, seen, one.copy())
+    kernels.count(np.zeros((1, 1), np.int32), one, one, one, one, one, counts, seen, one.copy())
     kernels.penalise(x, one, one, counts, seen, one.copy(), ones, ones, ones)

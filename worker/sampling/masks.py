@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.sampling.jit_threads import RowKernels
-
 
 def add_bias(logits: Tensor, entries: Sequence[int], ids: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> None:
     """logits[entries[i], ids[i]] += values[i]; the ids of one row differ from each other."""
@@ -47,15 +45,12 @@ def bad_tokens(words: Sequence[np.ndarray], output: np.ndarray) -> list[int]:
     return found
 
 
-def apply_bitmask(logits: Tensor, entries: np.ndarray, bits: np.ndarray, kernels: RowKernels | None = None) -> None:
-    """Exclude token t of row entries[i] where bit t of bits[i] is 0.
+def apply_bitmask(logits: Tensor, entries: np.ndarray, bits: np.ndarray) -> None:
+    """Exclude token t of row entries[i] where bit t of bits[i] is 0. The compiled sampler reads through the bits.
 
     bits int32 [n, >= ceil(V / 32)], lowest bit first: the layout of grammar libraries.
     """
     width = logits.shape[1]
-    if kernels is not None and logits.device.type == "cpu":
-        kernels.mask(logits.numpy(), width, entries, bits)
-        return
     words = torch.from_numpy(np.ascontiguousarray(bits)).to(logits.device)
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     is_kept = ((words[:, :, None] >> shifts) & 1).bool().reshape(len(bits), -1)[:, :width]

@@ -76,8 +76,7 @@ class PenaltyCounts:
             self.counts, self.seen = (np.zeros((len(self.num_seen), self.width), np.int32) for _ in range(2))
         begin, end = self.num_counted[slots], known[rows]
         if kernels is not None:
-            kernels.kernels.count_tokens(tokens, num_prompt[rows], rows, slots, begin, end, self.counts, self.seen,
-                                         self.num_seen)
+            kernels.count(tokens, num_prompt[rows], rows, slots, begin, end, self.counts, self.seen, self.num_seen)
         else:
             for row, slot, first, last in zip(rows.tolist(), slots.tolist(), begin.tolist(), end.tolist()):
                 self._count(tokens[row, first:last], slot, max(int(num_prompt[row]) - first, 0))

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ipc.counter_rng import uniform
 from worker.sampling.filters import select_rows, softmax_rows, thresholds
-from worker.sampling.jit_threads import RowKernels, load
-from worker.sampling.masks import exclude
+from worker.sampling.jit_threads import NO_WORDS, RowKernels, load
+from worker.sampling.masks import apply_bitmask, exclude
 from worker.sampling.noise import draw
 
 SLICE_ELEMENTS = 1 << 22  # logits handled at once by the rows that draw: bounds temporary memory, changes no result
@@ -53,6 +53,9 @@ class SamplingColumns:
     # Pairs that must not be drawn: stop and EOS tokens while output_index < min_tokens.
     masked_rows: NDArray[np.int32] = field(default_factory=_no_ids)
     masked_tokens: NDArray[np.int32] = field(default_factory=_no_ids)
+    # Row r may take the tokens whose bits (lowest first) in words[word_index[r]] are 1; -1: all. No index: no masks.
+    words: NDArray[np.int32] = field(default_factory=lambda: NO_WORDS)     # [n, >= ceil(V / 32)]
+    word_index: NDArray[np.int32] = field(default_factory=_no_ids)
 
     @staticmethod
     def greedy(num_rows: int) -> SamplingColumns:
@@ -87,16 +90,20 @@ class Sampler:
         self.kernels: RowKernels | None = load() if use_kernels else None
 
     def sample(self, logits: Tensor, params: SamplingColumns) -> SampleResult:
-        """One token a row. logits [L, V] float32; masked pairs are set to -inf in it, nothing else is written."""
+        """One token a row. logits [L, V] float32; masked pairs are set to -inf in it. The kernels write nothing else,
+        and read rows with words through their bits; without kernels these are written into the logits too."""
         if len(params.masked_rows):
             exclude(logits, params.masked_rows, params.masked_tokens)
         width = logits.shape[1] if self.num_valid_tokens is None else min(self.num_valid_tokens, logits.shape[1])
-        if self.kernels is not None and logits.device.type == "cpu":
-            if params.temperature.any():
+        if self.kernels is not None and logits.is_cpu:
+            if np.count_nonzero(params.temperature):
                 return SampleResult(*self.kernels.sample(
                     logits.numpy(), width, params.temperature, params.top_k, params.top_p, params.min_p, params.seed,
-                    params.child, params.output_index))
-            return SampleResult(*self.kernels.greedy(logits.numpy(), width))
+                    params.child, params.output_index, params.words, params.word_index))
+            return SampleResult(*self.kernels.greedy(logits.numpy(), width, params.words, params.word_index))
+        if len(params.word_index):
+            entries = np.flatnonzero(params.word_index >= 0)
+            apply_bitmask(logits, entries, params.words[params.word_index[entries]])
         return self._sample_with_torch(logits, width, params)
 
     @torch.inference_mode()

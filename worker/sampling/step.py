@@ -17,7 +17,7 @@ from ipc.errors import FAULT, INVALID
 from ipc.messages import RowFailure, RowLogprobs, RowPooled
 from worker.batch import Batch
 from worker.request_state import RequestState
-from worker.sampling.jit_threads import RowKernels
+from worker.sampling.jit_threads import NO_WORDS
 from worker.sampling.logprobs import Logprobs, compute_logprobs
 from worker.sampling.row_options import RowOptions
 from worker.sampling.sampler import Sampler, SamplingColumns
@@ -38,8 +38,8 @@ class StepResult:
     failed: list[RowFailure] = dataclasses.field(default_factory=list)
 
 
-# A further mask over the logits [L, V] of these rows, in place, before the draw: the grammars'.
-Mask = Callable[[Tensor, np.ndarray, RowKernels | None], None]
+# (rows int [L], V) -> (words, word_index) of SamplingColumns: the grammars' masks.
+Mask = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 
 class StepSampler:
@@ -95,12 +95,12 @@ class StepSampler:
             more_rows, more_ids = apply_stages(logits, state, rows, entries, self.sampler.kernels)
             masked_rows = np.concatenate([masked_rows, np.array(more_rows, np.int64)])
             masked_ids = np.concatenate([masked_ids, np.array(more_ids, np.int64)])
-        if self.mask is not None:
-            self.mask(logits, rows, self.sampler.kernels)
+        words, word_index = (NO_WORDS, NO_ROWS) if self.mask is None else self.mask(rows, logits.shape[1])
         sampled = self.sampler.sample(logits, SamplingColumns(
             temperature=state.temperature[rows], top_k=state.top_k[rows], top_p=state.top_p[rows],
             min_p=state.min_p[rows], seed=state.seed[rows], child=state.choice[rows],
-            output_index=state.known[rows] - state.num_prompt[rows], masked_rows=masked_rows, masked_tokens=masked_ids))
+            output_index=state.known[rows] - state.num_prompt[rows], masked_rows=masked_rows, masked_tokens=masked_ids,
+            words=words, word_index=word_index))
         result.tokens = sampled.tokens
         is_lost = sampled.bad_rows
         if entries or is_lost.any():

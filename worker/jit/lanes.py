@@ -1,0 +1,127 @@
+"""Sixteen lanes under a condition: masks by bits, largest of a chunk, copies of the lanes that pass a limit, 2**x.
+
+Built from vector.py's blocks, for kernels that read rows of logits in chunks of CHUNK. Does not know what the numbers
+mean.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from worker.jit import features
+from worker.jit.vector import (I16, I32, I64, LANES, VF, VI, add, call, constant, device, f32x16, i32x16, make,
+                               max_lanes, maximum, muladd, nearest, offset, prefetch, read, splat, sub, write,
+                               zero_unless_above)
+
+CHUNK = 256
+AHEAD = 8192                                    # bytes; what is fetched while a chunk is read
+_ADDRESS, _F32 = types.intp, types.float32
+_BITS, _V4 = ir.VectorType(ir.IntType(1), LANES), ir.VectorType(I64, 4)
+_MINUS_INF, _NAN = float("-inf"), float("nan")
+
+
+def _load_where(builder: Any, address: Any, bits: Any) -> Any:
+    mask = builder.bitcast(read(builder, bits, I16, 2), _BITS)
+    return builder.select(mask, read(builder, address, VF, 4), constant(VF, _MINUS_INF))
+
+
+def _copy_at_least(builder: Any, address: Any, value: Any, x: Any, limit: Any) -> Any:
+    mask = builder.fcmp_ordered(">=", x, limit)
+    write(builder, address, call(builder, "llvm.experimental.vector.compress.v16f32", VF,
+                                 [value, mask, constant(VF, 0.0)]), 4)
+    return builder.zext(call(builder, "llvm.ctpop.i16", I16, [builder.bitcast(mask, I16)]), I64)
+
+
+def _largest(builder: Any, vectors: list[Any]) -> Any:
+    """Lane by lane; NaN in a lane where any is NaN."""
+    found = [builder.fcmp_unordered("uno", x, y) for x, y in zip(vectors[::2], vectors[1::2])]
+    while len(vectors) > 1:
+        vectors = [builder.select(builder.fcmp_ordered(">", x, y), x, y) for x, y in zip(vectors[::2], vectors[1::2])]
+    while len(found) > 1:
+        found = [builder.or_(x, y) for x, y in zip(found[::2], found[1::2])]
+    return builder.select(found[0], constant(VF, _NAN), vectors[0])
+
+
+def _prefetch_chunk(builder: Any, address: Any) -> None:
+    """The hardware's prefetcher stops at the end of a page, and where chunks are left out."""
+    for line in range(CHUNK * 4 // 64):
+        prefetch(builder, offset(builder, address, 64 * line))
+
+
+def _lanes_of_chunk(builder: Any, address: Any) -> Any:
+    _prefetch_chunk(builder, offset(builder, address, AHEAD))
+    return _largest(builder, [read(builder, offset(builder, address, 64 * i), VF, 4) for i in range(CHUNK // LANES)])
+
+
+def _lanes_of_masked_chunk(builder: Any, address: Any, bits: Any) -> Any:
+    return _largest(builder, [_load_where(builder, offset(builder, address, 64 * i), offset(builder, bits, 2 * i))
+                              for i in range(CHUNK // LANES)])
+
+
+prefetch_chunk = make(types.void, (_ADDRESS,), _prefetch_chunk)
+# The chunk's largest per lane; a lane in which any is NaN is NaN.
+lanes_of_chunk = make(f32x16, (_ADDRESS,), _lanes_of_chunk)
+# The same where the bits of the second address (8 words) are 1; others count as -inf.
+lanes_of_masked_chunk = make(f32x16, (_ADDRESS, _ADDRESS), _lanes_of_masked_chunk)
+# Lanes whose bit (of the 16 at the second address) is 0 are -inf.
+load_where = make(f32x16, (_ADDRESS, _ADDRESS), _load_where)
+# copy_at_least(address, value, x, limit): write the lanes of value where x >= limit side by side; their number. The
+# room of sixteen is overwritten.
+copy_at_least = make(types.int64, (_ADDRESS, f32x16, f32x16, f32x16), _copy_at_least)
+zero_below = make(f32x16, (f32x16, f32x16, f32x16), lambda b, value, x, limit: b.select(
+    b.fcmp_ordered(">=", x, limit), value, constant(VF, 0.0)))
+minus_inf_from = make(f32x16, (f32x16, f32x16), lambda b, x, end: b.select(
+    b.fcmp_ordered("<", x, end), x, constant(VF, _MINUS_INF)))
+inf_below = make(f32x16, (f32x16, f32x16), lambda b, x, limit: b.select(
+    b.fcmp_ordered(">=", x, limit), x, constant(VF, float("inf"))))
+ones_above = make(i32x16, (f32x16, f32x16), lambda b, x, limit: b.zext(b.fcmp_ordered(">", x, limit), VI))
+# No bit of the 256 at an address is 1.
+is_zero_256 = make(types.boolean, (_ADDRESS,), lambda b, address: b.icmp_unsigned(
+    "==", call(b, "llvm.vector.reduce.or.v4i64", I64, [read(b, address, _V4, 4)]), I64(0)))
+_has_nan = make(types.boolean, (f32x16,), lambda b, x: b.icmp_unsigned(
+    "!=", b.bitcast(b.fcmp_unordered("uno", x, x), I16), I16(0)))
+_shift_exponent = make(f32x16, (f32x16, f32x16), lambda b, y, rounded: b.bitcast(b.add(b.bitcast(y, VI), b.shl(
+    b.bitcast(rounded, VI), constant(VI, 23))), VF))
+_scale_by_2_to = make(f32x16, (f32x16, f32x16), lambda b, y, n: call(
+    b, "llvm.x86.avx512.mask.scalef.ps.512", VF, [y, n, constant(VF, 0.0), I16(-1), I32(4)]))
+
+
+@device
+def largest_lane(lanes):  # type: ignore[no-untyped-def]
+    """NaN if any is."""
+    return _F32(_NAN) if _has_nan(lanes) else max_lanes(lanes)
+
+
+@device
+def _exp2_near_0(r):  # type: ignore[no-untyped-def]
+    """2**r on [-0.5, 0.5], within 2.5e-7 of it; the polynomial of least maximum relative error."""
+    y = splat(_F32(0.00015403530393381606))
+    y = muladd(y, r, splat(_F32(0.0013333558146428443)))
+    y = muladd(y, r, splat(_F32(0.009618129107628477)))
+    y = muladd(y, r, splat(_F32(0.05550410866482158)))
+    y = muladd(y, r, splat(_F32(0.2402265069591007)))
+    y = muladd(y, r, splat(_F32(0.6931471805599453)))
+    return muladd(y, r, splat(_F32(1.0)))
+
+
+@device
+def exp2_generic(t):  # type: ignore[no-untyped-def]
+    """2**t for t <= 0; 0 below 2**-126 and for NaN. Adding 1.5 * 2**23 rounds to the nearest integer and leaves it in
+    the low bits, which are then added to the exponent's."""
+    low, rounder = splat(_F32(-126.0)), splat(_F32(12582912.0))
+    clamped = maximum(t, low)
+    rounded = add(clamped, rounder)
+    return zero_unless_above(_shift_exponent(_exp2_near_0(sub(clamped, sub(rounded, rounder))), rounded), t, low)
+
+
+@device
+def exp2_avx512(t):  # type: ignore[no-untyped-def]
+    """The same with the instruction that scales by powers of two; 0 below 2**-149."""
+    t = maximum(t, splat(_F32(-150.0)))
+    n = nearest(t)
+    return _scale_by_2_to(_exp2_near_0(sub(t, n)), n)
+
+
+exp2_below_0 = exp2_avx512 if "avx512f" in features.cpu_features() else exp2_generic
