@@ -32,12 +32,13 @@ from worker.attention.base import BatchMeta
 from worker.attention.triton_paged import Device, TritonBackend
 from worker.kernels.add_rms_norm import add_rms_norm
 from worker.kernels.argmax import argmax
-from worker.kernels.configs import FP8_CAPABILITY, shared_limit
+from worker.kernels.configs import shared_limit
 from worker.kernels.embedding import embedding
 from worker.kernels.moe import experts
 from worker.kernels.philox import philox_uniform
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write
 from worker.kernels.silu_mul import silu_mul
+from worker.kv_quant import FP8_CAPABILITY
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OPCODES = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "IMMA", "LDGSTS", "UTMALDG", "STL", "LDL")

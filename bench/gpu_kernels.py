@@ -39,13 +39,14 @@ from worker.attention import triton_paged
 from worker.attention.triton_paged import TritonBackend
 from worker.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from worker.kernels.argmax import argmax, argmax_reference
-from worker.kernels.configs import FP8_CAPABILITY, TileConfig
+from worker.kernels.configs import TileConfig
 from worker.kernels.embedding import embedding, embedding_reference
 from worker.kernels.interpreter import install_if_interpreted, is_interpreted
 from worker.kernels.paged_attention import paged_attention_reference
 from worker.kernels.philox import philox_uniform, philox_uniform_reference
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write, qkv_rope_kv_write_reference
 from worker.kernels.silu_mul import silu_mul, silu_mul_reference
+from worker.kv_quant import FP8_CAPABILITY
 
 # Candidates of --tune. Those that spill lose by themselves; those that do not fit are skipped.
 DECODE_CANDIDATES = [TileConfig(16, n, w, s) for n in (32, 64, 128) for w in (2, 4, 8) for s in (2, 3, 4, 6)]

@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority", "lpm")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -40,7 +40,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kv_cache_memory: int | None = None          # bytes of the pool
     gpu_memory_utilization: float = 0.9         # CUDA: share of the device that weights, activations and pool may use
     cpu_memory_share: float = 0.25              # CPU: share of free memory given to the pool when no size is named
-    kv_cache_dtype: str = "auto"                # auto: bfloat16 with quantized weights, else as computed
+    kv_cache_dtype: str = "auto"                # auto: bfloat16 with quantized weights, else as computed; fp8 is e4m3
     enable_prefix_caching: bool = True
     enable_partial_reuse: bool = True           # reuse the cached part of a block that matches only in part, by copy
     swap_space: int = 0                         # bytes of host memory for swapped-out blocks; 0: no swapping

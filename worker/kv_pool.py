@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ipc.errors import ConfigError
 from worker.attention.base import AttentionBackend, resolve_slots
+from worker.kv_quant import SCALE_DTYPE, is_quantized, quantize
 
 RESERVED_BLOCKS = 2  # null and scratch
 _MIB = 1 << 20
@@ -39,7 +40,8 @@ def allocate_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, coun
     """`count` zeroed tensors. On a CPU a page costs memory only once it is written, so a large idle pool is free."""
     if torch.device(device).type == "cpu":
         return tuple(_lazy_zeros(shape, dtype) for _ in range(count))
-    return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(count))
+    stored = torch.uint8 if dtype == torch.float8_e4m3fn else dtype     # whose zero is a zero byte
+    return tuple(torch.zeros(shape, dtype=stored, device=device).view(dtype) for _ in range(count))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -51,19 +53,35 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
 
-def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+def allocate_kv(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """A layer's zeroed keys and values [B, S, Hkv, D]; for int8 and float8 also their scales [B, S, Hkv] bfloat16."""
+    pools = allocate_pools(shape, dtype, device)
+    return pools + allocate_pools(shape[:3], SCALE_DTYPE, device) if is_quantized(dtype) else pools
+
+
+def write_kv(cache: tuple[Tensor, ...], k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Scatter this step's keys and values into the pool, in place.
 
-    k, v [N, Hkv, D] any float dtype; k_cache, v_cache [B, S, Hkv, D] pool dtype; slot_mapping [N] int64.
+    k, v [N, Hkv, D] any float dtype; cache as allocate_kv gives it; slot_mapping [N] int64.
     Rows with slot -1 are padding and land in the pool's last slot. Source: Kwon et al. 2023 (PagedAttention).
     """
-    scatter_kv(k_cache, v_cache, k, v, resolve_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1]))
+    scatter_kv(cache, k, v, resolve_slots(slot_mapping, cache[0].shape[0] * cache[0].shape[1]))
 
 
-def scatter_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """write_kv with slots that are already resolved (all >= 0): one index_copy per pool."""
-    for pool, rows in ((k_cache, k), (v_cache, v)):
-        pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, rows.to(pool.dtype))
+def scatter_kv(cache: tuple[Tensor, ...], k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """write_kv with slots that are already resolved (all >= 0): one index_copy per tensor."""
+    for at, rows in enumerate((k, v)):
+        if len(cache) > 2:
+            rows, scales = quantize(rows, cache[at].dtype)
+            _scatter(cache[2 + at], slots, scales)
+        _scatter(cache[at], slots, rows.to(cache[at].dtype))
+
+
+def _scatter(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """pool [B, S, ...], rows [N, ...]. float8 moves as bytes: torch has no index_copy of it."""
+    if rows.dtype == torch.float8_e4m3fn:
+        pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
+    pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, rows)
 
 
 class KVPool:
@@ -220,10 +238,12 @@ def _check_written_once(what: str, targets: np.ndarray) -> None:
 
 
 def kv_bytes_per_block(
-    num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, pools: int = 2
+    backend: AttentionBackend, kv_spec: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one block over all layers. pools: K and V are two, a latent cache is one."""
-    return pools * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+    """Bytes of one block over all layers, in this backend's layout: padding and scales included."""
+    num_layers, num_kv_heads, head_dim = kv_spec
+    cache = backend.allocate((1, block_size, num_kv_heads, head_dim), dtype, "cpu")
+    return num_layers * sum(tensor.numel() * tensor.element_size() for tensor in cache)
 
 
 def num_blocks_for_memory(memory_bytes: int, bytes_per_block: int) -> int:

@@ -19,6 +19,7 @@ from worker.batch import BatchBuilder
 from worker.jit import build
 from worker.kv_pool import (RESERVED_BLOCKS, KVPool, cpu_num_blocks, free_memory, kv_bytes_per_block,
                             measure_block_swap_ns, profile_num_blocks)
+from worker.kv_quant import resolve_kv_dtype
 from worker.model_runner import ModelRunner
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
@@ -50,6 +51,14 @@ def resolve_dtype(option: str, device: str, model_dtype: str) -> tuple[str, str]
     if device == "cpu":
         return "float32", "the fastest exact matmul of CPUs"
     return model_dtype, "as in the model's config"
+
+
+def compute_capability(device: str) -> int | None:
+    """80 for compute capability 8.0; None: no GPU."""
+    if device.split(":")[0] != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, dtype: torch.dtype, num_tokens: int,
@@ -129,15 +138,15 @@ def build_runner(config: WorkerProcess, starting: Starting,
     if choice is None:
         backend_name, reason = resolve_backend(config.attention_backend, device)
         backend = get_backend(backend_name, device)
-        if config.cache.kv_cache_dtype != "auto":
-            dtype = DTYPES[config.cache.kv_cache_dtype]
+        dtype, why = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, compute_capability(device))
+        logger.info("keys and values %s (%s)", str(dtype).removeprefix("torch."), why)
     else:
         backend_name, reason = backend.name, "the compiled model's own"
     logger.info("attention backend %s (%s)", backend_name, reason)
     cache, size = config.cache, config.cache.block_size
     seats = min(config.max_num_seqs, config.max_num_batched_tokens)
     kv_spec: tuple[int, int, int] = model.kv_spec()
-    block_bytes = build.block_bytes(kv_spec, size, dtype) if choice else kv_bytes_per_block(*kv_spec, size, dtype)
+    block_bytes = kv_bytes_per_block(backend, kv_spec, size, dtype)
     useful = seats * -(-max_model_len // size)
     if cache.num_gpu_blocks_override is not None:
         num_blocks, text = cache.num_gpu_blocks_override, f"{cache.num_gpu_blocks_override} blocks, as asked"

@@ -9,6 +9,7 @@ import torch
 from worker.attention import cpu as cpu_module
 from worker.attention.base import AttentionBackend, BatchMeta
 from worker.attention.registry import BACKENDS, get_backend, resolve_backend
+from worker.kv_quant import LARGEST_CODE, dequantize, quantize
 
 BACKEND_NAMES = ["reference", "cpu", "jit"]
 S = 16
@@ -30,6 +31,12 @@ BATCHES = {
 }
 
 
+def poison(cache: tuple[torch.Tensor, ...]) -> None:
+    """NaN everywhere; int8 codes have none, their scales do."""
+    for tensor in cache:
+        tensor.fill_(77 if tensor.dtype == torch.int8 else float("nan"))
+
+
 def build(
     query_lens: list[int], seq_lens: list[int], num_kv_heads: int, dim: int, seed: int = 0,
     dtype: torch.dtype = torch.float32, backend: AttentionBackend | None = None,
@@ -47,8 +54,7 @@ def build(
     lengths = np.array(seq_lens, np.int32)
     backend = backend or get_backend("reference")
     cache = backend.allocate((sum(counts) + 2, S, num_kv_heads, dim), dtype, "cpu")
-    for pool in cache:
-        pool.fill_(float("nan"))
+    poison(cache)
     keys = [torch.randn((n, num_kv_heads, dim), generator=g) for n in seq_lens]
     values = [torch.randn((n, num_kv_heads, dim), generator=g) for n in seq_lens]
 
@@ -143,6 +149,32 @@ def test_bf16_pools_and_queries_are_computed_in_float32(name: str) -> None:
     torch.testing.assert_close(out, expected.bfloat16(), atol=1e-2, rtol=1e-2)
     exact = backend.forward(q.float(), cache, meta)
     torch.testing.assert_close(exact.double(), expected, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", BACKEND_NAMES)
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", LARGEST_CODE, ids=["int8", "fp8"])
+def test_quantised_pools_give_the_attention_of_what_their_codes_stand_for(
+    name: str, window: int, batch: str, dtype: torch.dtype
+) -> None:
+    """Scales of unread slots are NaN, and do not leak."""
+    query_lens, seq_lens = BATCHES[batch]
+    backend = get_backend(name)
+    meta, cache, keys, values = build(query_lens, seq_lens, 2, 8, dtype=dtype, backend=backend)
+    keys, values = ([dequantize(*quantize(x, dtype)) for x in part] for part in (keys, values))
+    q = torch.randn((sum(query_lens), 6, 8), generator=torch.Generator().manual_seed(1))
+    out = backend.forward(q, cache, meta, window=window)
+    expected = plain_attention(q, meta, keys, values, 8**-0.5, window)
+    torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
+
+
+def test_the_fused_path_of_the_cpu_backend_applies_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_module, "FUSED_SCORES", 0)
+    meta, cache, _, _ = build([1, 200, 40], [90, 310, 40], 3, 64, dtype=torch.int8)
+    q = torch.randn((241, 9, 64), generator=torch.Generator().manual_seed(5))
+    expected = get_backend("reference").forward(q, cache, meta)
+    torch.testing.assert_close(get_backend("cpu").forward(q, cache, meta), expected, atol=3e-6, rtol=1e-5)
 
 
 def test_random_batches_of_the_cpu_backend_equal_the_reference() -> None:

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("numba")
 
+from tests.worker.test_attention import poison  # noqa: E402
 from worker.attention.base import BatchMeta  # noqa: E402
 from worker.attention.jit import JitBackend  # noqa: E402
 from worker.attention.reference import ReferenceBackend  # noqa: E402
@@ -35,10 +36,10 @@ class Contexts:
         shape = (num_blocks + 2, size, kv_heads, dim)
         self.caches = [backend.allocate(shape, dtype, "cpu") for backend in (self.jit, self.reference)]
         for cache in self.caches:
-            for pool in cache:
-                pool.fill_(float("nan"))
+            poison(cache)
         meta = make_meta(lengths, lengths, self.table, size)
         k, v = (torch.randn((sum(lengths), kv_heads, dim), generator=g) for _ in "kv")
+        self.slots = meta.slot_mapping
         self.jit.write(self.caches[0], k, v, meta)
         self.reference.write(self.caches[1], k, v, meta)
 
@@ -70,6 +71,67 @@ def test_head_shapes_of_real_models(heads: int, kv_heads: int, dim: int) -> None
     torch.testing.assert_close(out, expected, atol=3e-6, rtol=1e-5)
 
 
+CODES = pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+
+
+@CODES
+@pytest.mark.parametrize("size, heads, kv_heads, dim",
+                         [(16, 9, 3, 64), (16, 16, 8, 128), (17, 6, 2, 24), (4, 2, 1, 6), (48, 4, 4, 80)])
+@pytest.mark.parametrize("window", [0, 70])
+def test_quantised_pools_of_any_shape_equal_the_references(size: int, heads: int, kv_heads: int, dim: int, window: int,
+                                                           dtype: torch.dtype) -> None:
+    lengths = [5, 64, 65, 300, 700]
+    contexts = Contexts(lengths, size, kv_heads, dim, dtype)
+    query_lens = [1, 3, 40, 1, 130]
+    q = torch.randn((sum(query_lens), heads, dim), generator=torch.Generator().manual_seed(1))
+    out, expected = contexts.both(q, query_lens, lengths, window=window)
+    torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
+
+
+@CODES
+@pytest.mark.parametrize("size, dim", [(16, 64), (17, 24), (4, 6)])
+def test_codes_and_scales_are_the_references_bit_for_bit(size: int, dim: int, dtype: torch.dtype) -> None:
+    contexts = Contexts([300], size, 3, dim, dtype)
+    extremes = torch.tensor([0.0, 1e-38, -3e38, 1.0, 447.0, -448.0, 2.0**-6, 2.0**-9 * 1.5, 126.5, -0.5])
+    k = torch.randn((300, 3, dim), generator=torch.Generator().manual_seed(7)).pow(3)
+    k[:10, 0, 1] = extremes
+    k[10, 1] = 0.0
+    meta = make_meta([300], [300], contexts.table, size)
+    contexts.jit.write(contexts.caches[0], k, -k, meta)
+    contexts.reference.write(contexts.caches[1], k, -k, meta)
+    (keys, values, *scales), theirs = contexts.caches
+    block, offset = meta.slot_mapping // size, meta.slot_mapping % size
+    tokens_first = [keys.view(torch.uint8).permute(0, 3, 1, 2), values.view(torch.uint8).permute(0, 2, 1, 3)[..., :dim],
+                    *(s.permute(0, 2, 1) for s in scales)]
+    for ours, other in zip(tokens_first, theirs):
+        other = other.view(torch.uint8) if other.element_size() == 1 else other
+        assert torch.equal(ours[block, offset], other[block, offset])
+
+
+@CODES
+def test_what_is_not_finite_stays_visible_in_its_token_and_head(dtype: torch.dtype) -> None:
+    contexts = Contexts([40], 16, 2, 32, dtype)
+    v = torch.ones((1, 2, 32))
+    v[0, 1, 3] = float("inf")
+    meta = make_meta([1], [40], contexts.table, 16)
+    contexts.jit.write(contexts.caches[0], torch.ones((1, 2, 32)), v, meta)
+    out = contexts.jit.forward(torch.ones((1, 2, 32)), contexts.caches[0], meta)
+    assert out[0, 0].isfinite().all() and out[0, 1].isnan().all()
+
+
+@CODES
+def test_rows_over_codes_have_the_same_bits_alone_in_a_batch_and_in_chunks(dtype: torch.dtype) -> None:
+    contexts = Contexts([1000] * 20, 16, 3, 64, dtype)
+    q = torch.randn((200, 9, 64), generator=torch.Generator().manual_seed(3))
+    together, _ = contexts.both(q[:20], [1] * 20, [1000] * 20)
+    for r in (0, 19):
+        assert torch.equal(contexts.both(q[r:r + 1], [1], [1000], slice(r, r + 1))[0][0], together[r])
+    whole, _ = contexts.both(q, [200], [1000], slice(0, 1))
+    parts = torch.cat([contexts.both(q[a:b], [b - a], [800 + b], slice(0, 1))[0]
+                       for a, b in ((0, 1), (1, 37), (37, 200))])
+    assert torch.equal(parts, whole)
+
+
 def test_a_row_has_the_same_bits_alone_in_a_batch_in_a_chunk_and_split_over_units() -> None:
     """Alone, 1,000 keys are split over units; in the batch of 40 rows they are not; in a prefill chunk the row is one
     of many in a tile."""
@@ -99,7 +161,7 @@ def test_bfloat16_pools_hold_rounded_keys_and_values() -> None:
 
 
 def test_a_pool_dtype_that_kernels_cannot_read_is_refused() -> None:
-    with pytest.raises(ValueError, match="float32 or bfloat16, not torch.float16"):
+    with pytest.raises(ValueError, match="float32, bfloat16, int8 or fp8, not torch.float16"):
         JitBackend().allocate((3, 16, 2, 8), torch.float16, "cpu")
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ipc.errors import ConfigError
 from worker import kv_pool
+from worker.attention.base import BatchMeta
 from worker.attention.registry import get_backend
 from worker.kv_pool import HostPool, KVPool, apply_block_ops
 
@@ -21,7 +22,7 @@ def make_pool(
     g = torch.Generator().manual_seed(0)
     for cache in pool.caches:
         for tensor in cache:
-            tensor.copy_(torch.randn(tensor.shape, generator=g))
+            tensor.copy_((40 if tensor.dtype == torch.int8 else 1) * torch.randn(tensor.shape, generator=g))
     host = HostPool(pool, num_host_blocks)
     for words, source in zip(host.block_words, pool.block_words, strict=True):
         words.copy_(torch.randint(0, 1 << 30, words.shape, generator=g).to(source.dtype))
@@ -50,7 +51,7 @@ def check(pool: KVPool, host: HostPool, before: tuple[list[torch.Tensor], list[t
         assert torch.equal(now, expected) and torch.equal(host_now, host_expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("swap_out, swap_in, copies", [
     (pairs((1, 0), (5, 3)), pairs(), pairs()),
     (pairs(), pairs((2, 7)), pairs()),
@@ -123,7 +124,7 @@ def test_padding_rows_are_written_to_the_last_slot_only() -> None:
     before = k_cache.clone(), v_cache.clone()
     k = torch.randn((4, 2, 8), generator=torch.Generator().manual_seed(3))
     k[1], k[3] = float("nan"), float("nan")
-    kv_pool.write_kv(k_cache, v_cache, k, k * 2, torch.tensor([9, -1, 6, -1]))
+    kv_pool.write_kv((k_cache, v_cache), k, k * 2, torch.tensor([9, -1, 6, -1]))
     for cache, old, factor in ((k_cache, before[0], 1), (v_cache, before[1], 2)):
         flat, expected = cache.view(-1, 2, 8), old.view(-1, 2, 8).clone()
         expected[9], expected[6] = k[0] * factor, k[2] * factor
@@ -151,8 +152,51 @@ def test_an_idle_pool_uses_no_memory() -> None:
 
 
 def test_bytes_per_block_of_a_known_model() -> None:
-    assert kv_pool.kv_bytes_per_block(36, 8, 128, 1, torch.bfloat16) == 147_456
-    assert kv_pool.kv_bytes_per_block(36, 8, 128, 16, torch.bfloat16, pools=1) == 147_456 * 8
+    """36 layers of 8 KV heads of 128: 144 KiB a token in bfloat16; codes have two bytes of scale beside 128."""
+    backend, spec = get_backend("reference"), (36, 8, 128)
+    assert kv_pool.kv_bytes_per_block(backend, spec, 1, torch.bfloat16) == 147_456
+    assert kv_pool.kv_bytes_per_block(backend, spec, 16, torch.bfloat16) == 147_456 * 16
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        assert kv_pool.kv_bytes_per_block(backend, spec, 16, dtype) == 36 * 16 * 2 * 8 * (128 + 2)
+        assert 1.95 < 147_456 * 16 / kv_pool.kv_bytes_per_block(backend, spec, 16, dtype) < 2
+
+
+def test_bytes_per_block_count_what_a_pool_allocates() -> None:
+    """In the jit backend's layout too, which pads tokens and dimensions to sixteen."""
+    for name in ("reference", "jit"):
+        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
+            pool = KVPool(get_backend(name), 5, 4, (3, 2, 24), dtype)
+            allocated = sum(t.numel() * t.element_size() for cache in pool.caches for t in cache)
+            assert allocated == (5 + kv_pool.RESERVED_BLOCKS) * kv_pool.kv_bytes_per_block(
+                get_backend(name), (3, 2, 24), 4, dtype)
+            assert sum(t.shape[1] * t.element_size() for t in pool.block_words) * 7 == allocated
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "jit"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantised_block_reads_the_same_after_a_copy_and_after_a_round_trip_to_the_host(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Its scales move with it."""
+    backend = get_backend(name)
+    pool = KVPool(backend, 6, 4, (2, 2, 16), dtype)
+    host = HostPool(pool, 3)
+    g = torch.Generator().manual_seed(4)
+    k, v, q = (scale * torch.randn((4, heads, 16), generator=g) for scale, heads in ((3, 2), (0.1, 2), (1, 4)))
+
+    def meta(block: int) -> BatchMeta:
+        return BatchMeta.of(np.array([0, 4], np.int32), np.array([4], np.int32),
+                            torch.tensor([[block]], dtype=torch.int32), 4 * block + torch.arange(4), 4)
+
+    for cache in pool.caches:
+        backend.write(cache, k, v, meta(1))
+    expected = backend.forward(q, pool.caches[0], meta(1))
+    assert expected.abs().max() > 0.05
+    apply_block_ops(pool, host, swap_out=pairs((1, 2)), copies=pairs((1, 4)))
+    apply_block_ops(pool, host, swap_in=pairs((2, 5)))
+    for cache in pool.caches:
+        assert torch.equal(backend.forward(q, cache, meta(4)), expected)
+        assert torch.equal(backend.forward(q, cache, meta(5)), expected)
 
 
 def test_memory_is_divided_after_the_null_and_the_scratch_block() -> None:

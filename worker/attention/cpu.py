@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.attention.base import BatchMeta
-from worker.kv_pool import allocate_pools, scatter_kv
+from worker.kv_pool import allocate_kv, scatter_kv
 from worker.models.ops import TORCH_OPS
 
 MAX_PIECE = 128  # queries of a piece; smaller skips more of the causal triangle, larger feeds the matmul better
@@ -72,8 +72,8 @@ class Buffers:
 
 
 class CpuBackend:
-    """See AttentionBackend. Pools of any float dtype; the arithmetic is float32. The workspace grows to the largest
-    step seen and is reused by all layers, so one instance serves one thread."""
+    """See AttentionBackend. Pools of any float dtype, int8 and float8; the arithmetic is float32. The workspace grows
+    to the largest step seen and is reused by all layers, so one instance serves one thread."""
 
     name = "cpu"
     ops = TORCH_OPS
@@ -82,15 +82,15 @@ class CpuBackend:
         self._workspace: dict[str, Tensor] = {}
 
     def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-        return allocate_pools(shape, dtype, device)
+        return allocate_kv(shape, dtype, device)
 
     def write(self, cache: tuple[Tensor, ...], k: Tensor, v: Tensor, meta: BatchMeta) -> None:
-        scatter_kv(cache[0], cache[1], k, v, meta.resolved_slots(cache[0].shape[0] * cache[0].shape[1]))
+        scatter_kv(cache, k, v, meta.resolved_slots(cache[0].shape[0] * cache[0].shape[1]))
 
     def forward(
         self, q: Tensor, cache: tuple[Tensor, ...], meta: BatchMeta, *, scale: float | None = None, window: int = 0
     ) -> Tensor:
-        k_pool, v_pool = cache[0], cache[1]
+        k_pool = cache[0]
         num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], k_pool.shape[2]
         key = (self, num_heads, num_kv_heads, dim, window, k_pool.dtype)
         prepared: tuple[StepPlan, list[Buffers], Tensor] | None = meta.cache.get(key)
@@ -100,13 +100,13 @@ class CpuBackend:
         plan, buffers, results = prepared
         scale = dim**-0.5 if scale is None else scale
         rows = q.reshape(-1, dim).float()
-        k_rows, v_rows = k_pool.view(-1, dim), v_pool.view(-1, dim)
+        pools = [tensor.view(-1, dim) for tensor in cache[:2]] + [tensor.view(-1) for tensor in cache[2:]]
         if plan.result_index is None:
-            out = _attend(plan.buckets[0], buffers[0], rows, k_rows, v_rows, scale, torch.empty_like(rows))
+            out = _attend(plan.buckets[0], buffers[0], rows, pools, scale, torch.empty_like(rows))
         else:
             results[0] = 0.0
             for bucket, views in zip(plan.buckets, buffers, strict=True):
-                _attend(bucket, views, rows, k_rows, v_rows, scale, None)
+                _attend(bucket, views, rows, pools, scale, None)
             out = results.index_select(0, plan.result_index)
         return out.view(q.shape).to(q.dtype)
 
@@ -150,20 +150,22 @@ class CpuBackend:
 
 
 def _attend(
-    b: Bucket, views: Buffers, q: Tensor, k_rows: Tensor, v_rows: Tensor, scale: float, target: Tensor | None
+    b: Bucket, views: Buffers, q: Tensor, pools: list[Tensor], scale: float, target: Tensor | None
 ) -> Tensor:
-    """One bucket of one layer. q [N * H, D], k_rows and v_rows the pools as [B * S * Hkv, D]. The result goes to the
-    bucket's rows of all results, or to `target` [P * H * t, D]."""
+    """One bucket of one layer. q [N * H, D], pools: keys and values as [B * S * Hkv, D], and for codes their scales
+    [B * S * Hkv]. The result goes to the bucket's rows of all results, or to `target` [P * H * t, D]."""
     if b.q_index is None or views.q is None:
         num_heads = views.result.numel() // (b.num_pieces * q.shape[1])
         q = q[b.first_token * num_heads : (b.first_token + b.num_pieces) * num_heads]
     else:
         q = torch.index_select(q, 0, b.q_index, out=views.q)
-    torch.index_select(k_rows, 0, b.kv_index, out=views.k)
-    torch.index_select(v_rows, 0, b.kv_index, out=views.v)
+    torch.index_select(pools[0], 0, b.kv_index, out=views.k)
+    torch.index_select(pools[1], 0, b.kv_index, out=views.v)
     if views.k32 is not views.k:
         views.k32.copy_(views.k)
         views.v32.copy_(views.v)
+    for wide, scales in zip((views.k32, views.v32), pools[2:]):
+        wide.mul_(scales.index_select(0, b.kv_index)[:, None])
     out = views.result if target is None else target.view(views.result.shape)
     if b.fused:
         fused = F.scaled_dot_product_attention(

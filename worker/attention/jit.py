@@ -1,7 +1,8 @@
 """Attention by the compiled kernels of worker/jit: all requests of a step in one parallel call.
 
 The pool's layout is the kernel's: keys [B, Hkv, D, S'], values [B, Hkv, S', D'] (S', D': rounded up to 16), so that the
-scores of sixteen keys are one vector. Blocks stay the first axis. Every row's result is independent of the batch.
+scores of sixteen keys are one vector; scales of int8 and float8 pools are [B, Hkv, S']. Blocks stay the first axis.
+Every row's result is independent of the batch.
 Does not know how the kernel splits the work (worker/jit/attend.py).
 """
 from __future__ import annotations
@@ -16,11 +17,12 @@ from worker.jit import step as st
 from worker.jit.team import Team, get_team
 from worker.jit.workspace import POOL_KINDS, AttentionWorkspace, pool_shapes
 from worker.kv_pool import allocate_pools
+from worker.kv_quant import SCALE_DTYPE, is_quantized
 from worker.models.ops import TORCH_OPS
 
 
 class JitBackend:
-    """See AttentionBackend. Pools of float32 or bfloat16; the arithmetic is float32."""
+    """See AttentionBackend. Pools of float32, bfloat16, int8 and float8 (e4m3); the arithmetic is float32."""
 
     name = "jit"
     ops = TORCH_OPS
@@ -37,10 +39,11 @@ class JitBackend:
     def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
         """Raises ValueError for a dtype that the kernels do not read."""
         if dtype not in POOL_KINDS:
-            raise ValueError(f"the jit backend keeps keys and values as float32 or bfloat16, not {dtype}; "
-                             "use --dtype or --attention-backend cpu")
-        keys, values = pool_shapes(shape)
-        return allocate_pools(keys, dtype, device, 1) + allocate_pools(values, dtype, device, 1)
+            raise ValueError(f"the jit backend keeps keys and values as float32, bfloat16, int8 or fp8, not {dtype}; "
+                             "use --kv-cache-dtype or --attention-backend cpu")
+        keys, values, scales = pool_shapes(shape)
+        pools = allocate_pools(keys, dtype, device, 1) + allocate_pools(values, dtype, device, 1)
+        return pools + allocate_pools(scales, SCALE_DTYPE, device) if is_quantized(dtype) else pools
 
     def write(self, cache: tuple[Tensor, ...], k: Tensor, v: Tensor, meta: BatchMeta) -> None:
         k, v = k.float().contiguous(), v.float().contiguous()
@@ -49,7 +52,8 @@ class JitBackend:
         step[st.TASKS] = 0                      # nothing to plan: this call only writes
         row = self._write.table[0]
         row[rope.K], row[rope.V], row[rope.LD_KV] = k.data_ptr(), v.data_ptr(), kv_heads * dim * 4
-        row[rope.K_POOL], row[rope.V_POOL] = cache[0].data_ptr(), cache[1].data_ptr()
+        for field, tensor in zip(rope.POOL_FIELDS, cache):
+            row[field] = tensor.data_ptr()
         self.team.run(self._write.address, 1, step)
 
     def forward(
@@ -61,7 +65,8 @@ class JitBackend:
         step = self._workspace(heads, cache[0].shape[1], dim).bind(meta, num_rows, cache, scale=scale, window=window)
         first, second = self._attend.table
         first[attend.Q], first[attend.LD_Q] = rows.data_ptr(), heads * dim * 4
-        first[attend.K_POOL], first[attend.V_POOL] = cache[0].data_ptr(), cache[1].data_ptr()
+        for field, tensor in zip(attend.POOL_FIELDS, cache):
+            first[field] = tensor.data_ptr()
         for row in (first, second):
             row[attend.OUT], row[attend.LD_OUT] = out.data_ptr(), heads * dim * 4
         self.team.run(self._attend.address, 2, step)

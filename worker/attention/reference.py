@@ -9,33 +9,37 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import BatchMeta
-from worker.kv_pool import allocate_pools, write_kv
+from worker.kv_pool import allocate_kv, write_kv
+from worker.kv_quant import dequantize
 from worker.models.ops import TORCH_OPS
 
 
-def gather_context(pool: Tensor, block_row: Tensor, length: int) -> Tensor:
-    """The first `length` tokens of one request, [length, Hkv, D], read through its row of the block table."""
+def gather_context(pool: Tensor, block_row: Tensor, length: int, scales: Tensor | None = None) -> Tensor:
+    """The first `length` tokens of one request as float32 [length, Hkv, D], read through its row of the block table.
+    pool [B, S, Hkv, D]; scales [B, S, Hkv] if it holds codes."""
     block_size = pool.shape[1]
     blocks = block_row[: -(-length // block_size)].long()
-    return pool[blocks].flatten(0, 1)[:length]
+    rows = pool[blocks].flatten(0, 1)[:length]
+    return rows.float() if scales is None else dequantize(rows, scales[blocks].flatten(0, 1)[:length])
 
 
 class ReferenceBackend:
-    """See AttentionBackend. Pools of any float dtype; the arithmetic is float32."""
+    """See AttentionBackend. Pools of any float dtype, int8 and float8; the arithmetic is float32."""
 
     name = "reference"
     ops = TORCH_OPS
 
     def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-        return allocate_pools(shape, dtype, device)
+        return allocate_kv(shape, dtype, device)
 
     def write(self, cache: tuple[Tensor, ...], k: Tensor, v: Tensor, meta: BatchMeta) -> None:
-        write_kv(cache[0], cache[1], k, v, meta.slot_mapping)
+        write_kv(cache, k, v, meta.slot_mapping)
 
     def forward(
         self, q: Tensor, cache: tuple[Tensor, ...], meta: BatchMeta, *, scale: float | None = None, window: int = 0
     ) -> Tensor:
-        k_pool, v_pool = cache[0], cache[1]
+        k_pool, v_pool, *scales = cache
+        k_scales, v_scales = scales or (None, None)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out = torch.zeros_like(q)
         for r in range(meta.num_reqs):
@@ -43,8 +47,8 @@ class ReferenceBackend:
             length = int(meta.seq_lens_cpu[r])
             if length == 0 or begin == end:  # padding
                 continue
-            k = gather_context(k_pool, meta.block_table[r], length).float()
-            v = gather_context(v_pool, meta.block_table[r], length).float()
+            k = gather_context(k_pool, meta.block_table[r], length, k_scales)
+            v = gather_context(v_pool, meta.block_table[r], length, v_scales)
             out[begin:end] = causal_attention(q[begin:end].float(), k, v, scale, window).to(q.dtype)
         return out
 

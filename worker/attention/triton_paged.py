@@ -20,11 +20,11 @@ from worker.kernels import configs
 from worker.kernels.combine_splits import combine_splits_kernel
 from worker.kernels.configs import TileConfig, attention_config, padded_dim
 from worker.kernels.interpreter import install_if_interpreted
-from worker.kernels.kv_quant import is_quantized
 from worker.kernels.kv_write import kv_write
 from worker.kernels.ops import TRITON_OPS
 from worker.kernels.paged_attention import LOG2E, paged_attention_kernel
-from worker.kv_pool import allocate_pools
+from worker.kv_pool import allocate_kv
+from worker.kv_quant import is_quantized
 
 NO_SPLIT, SPLIT_TILES, SPLIT_SHORT_REQUESTS = 0, 1, 2  # kinds of plan
 INTERPRETED_PROCESSORS = 8  # what the interpreter pretends to have: tests reach every kind of split with small shapes
@@ -66,11 +66,7 @@ class TritonBackend:
         self._devices: dict[torch.device, Device] = {}
 
     def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-        pools = allocate_pools(shape, torch.uint8 if dtype.itemsize == 1 else dtype, device)
-        if not is_quantized(dtype):
-            return pools
-        scales = allocate_pools(shape[:3], torch.bfloat16, device)
-        return tuple(pool.view(dtype) for pool in pools) + scales
+        return allocate_kv(shape, dtype, device)
 
     def write(self, cache: tuple[Tensor, ...], k: Tensor, v: Tensor, meta: BatchMeta) -> None:
         kv_write(cache, k, v, meta.slot_mapping)

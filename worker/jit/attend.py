@@ -5,6 +5,7 @@ times one KV head, whose G query heads go together:
 
     scores [rows, 64] = q [rows, D] x K^T, 64 keys at a time: four groups of 16 keys, one vector each, because the pool
                         stores a block's keys transposed; no sums across lanes
+                        (of int8 and e4m3 pools: codes; the scores then take the scales, kv_codes.py)
     online softmax    over 64 keys; after each SPLIT keys the running (maximum, sum, weighted values) of the split is
                         merged into the row's total
 
@@ -21,14 +22,16 @@ from numba import types
 from worker.jit import step as st
 from worker.jit.attend_plan import (BEGIN, COUNT, DONE, END, FIRST, MAX_ROWS, PADDING, PARTIAL, POSITION, REQUEST,
                                     SPLIT, SPLIT_QUERIES, TASK_FIELDS, TOKEN_FIELDS, pool_order)
-from worker.jit.attend_tiles import (CHUNK, GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_NEXT_K, GROUP_V, scores_rows,
-                                     values_rows)
+from worker.jit.attend_tiles import (CHUNK, GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_K_SCALES, GROUP_NEXT_K, GROUP_V,
+                                     GROUP_V_SCALES, scores_rows, values_rows)
+from worker.jit.kv_codes import apply_scales
 from worker.jit.vector import (add, device, div, exp, get_f32, get_i32, get_i64, keep_between, lane_numbers, load_f32,
                                max_lanes, maximum, mul, set_f32, set_i64, splat, splat_i32, store_f32, sub, sum_lanes)
 
 _f32, _i32 = types.float32, types.int32
 HEADER = 16                                 # floats before a row's weighted values: maximum, sum
-Q, LD_Q, K_POOL, V_POOL, OUT, LD_OUT, OUT_Q, SIDE, LD_SIDE = range(8, 17)
+Q, LD_Q, K_POOL, V_POOL, OUT, LD_OUT, OUT_Q, SIDE, LD_SIDE, K_SCALES, V_SCALES = range(8, 19)
+POOL_FIELDS = (K_POOL, V_POOL, K_SCALES, V_SCALES)   # of the tensors of a cache, in order
 _NEG_INF = float("-inf")
 
 
@@ -114,7 +117,8 @@ def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
     position, partial = get_i64(task, POSITION), get_i64(task, PARTIAL)
     padded, padded_dim = (size + 15) // 16 * 16, (dim + 15) // 16 * 16
     rows, ld = count * group, (HEADER + padded_dim) * 4
-    item = 4 if kind == st.POOL_F32 else 2
+    item = 4 if kind == st.POOL_F32 else 2 if kind == st.POOL_BF16 else 1
+    has_scales = kind != st.POOL_F32 and kind != st.POOL_BF16
 
     scratch = get_i64(step, st.SCRATCH) + thread * get_i64(step, st.SCRATCH_BYTES)
     most = max(MAX_ROWS, group * SPLIT_QUERIES)
@@ -136,7 +140,6 @@ def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
     tile_low, tile_high = get_i64(limits, 0), get_i64(limits, 2 * rows - 1)
 
     table = get_i64(step, st.TABLE) + request * get_i64(step, st.TABLE_STRIDE) * 4
-    k_pool, v_pool = get_i64(op, K_POOL), get_i64(op, V_POOL)
     if partial >= 0:
         total = get_i64(step, st.PARTIALS) + (partial * kv_heads + head) * (group * SPLIT_QUERIES * ld)
     _clear(rows, total, ld)
@@ -144,8 +147,8 @@ def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
     last_key = min(get_i64(task, END) * SPLIT - 1, tile_high)
     # Walks the groups of 16 keys, one chunk ahead: which block of the table, and where in it.
     index, within = first_key // padded, first_key % padded
-    index, within = _locate(groups, first_key, tile_high, index, within, table, k_pool, v_pool, head, kv_heads, size,
-                            padded, dim * item, padded_dim * item, item)
+    index, within = _locate(groups, first_key, tile_high, index, within, table, op, head, kv_heads, size, padded,
+                            dim * item, padded_dim * item, item)
     fresh = True
     for chunk in range(first_key, last_key + 1, CHUNK):
         if fresh or chunk % SPLIT == 0:
@@ -153,19 +156,23 @@ def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
             fresh = False
         for i in range(4 * GROUP_FIELDS):
             set_i64(groups, i, get_i64(groups, 4 * GROUP_FIELDS + i) if chunk > first_key else get_i64(groups, i))
-        index, within = _locate(groups + 4 * 8 * GROUP_FIELDS, chunk + CHUNK, tile_high, index, within, table, k_pool,
-                                v_pool, head, kv_heads, size, padded, dim * item, padded_dim * item, item)
+        index, within = _locate(groups + 4 * 8 * GROUP_FIELDS, chunk + CHUNK, tile_high, index, within, table, op,
+                                head, kv_heads, size, padded, dim * item, padded_dim * item, item)
         num_keys = 0
         for g in range(4):
             num_keys += get_i64(groups, g * GROUP_FIELDS + GROUP_COUNT)
             set_i64(groups, g * GROUP_FIELDS + GROUP_NEXT_K, get_i64(groups, (4 + g) * GROUP_FIELDS + GROUP_K))
         scores_rows(kind, rows, q_tile, padded_dim * 4, dim, groups, padded * item, scores)
+        if has_scales:
+            _scale(kind, rows, scores, groups + 8 * GROUP_K_SCALES)
         n0, n1 = get_i64(groups, GROUP_COUNT), get_i64(groups, GROUP_FIELDS + GROUP_COUNT)
         n2, n3 = get_i64(groups, 2 * GROUP_FIELDS + GROUP_COUNT), get_i64(groups, 3 * GROUP_FIELDS + GROUP_COUNT)
         for m in range(rows):
             low, high = get_i64(limits, 2 * m) - chunk, get_i64(limits, 2 * m + 1) - chunk
             is_open = num_keys == CHUNK and high >= CHUNK - 1 and low <= 0
             _softmax_row(scores + m * (CHUNK * 4), part + m * ld, ld, scale, low, high, n0, n1, n2, n3, is_open)
+        if has_scales:
+            _scale(kind, rows, scores, groups + 8 * GROUP_V_SCALES)
         for g in range(4):
             # Keys before the lowest window are not read: they may hold anything.
             at, skip = groups + 8 * g * GROUP_FIELDS, max(0, tile_low - chunk - 16 * g)
@@ -183,6 +190,13 @@ def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
 
 
 @device
+def _scale(kind, rows, values, field):  # type: ignore[no-untyped-def]
+    """values [rows, 64] times the scales whose addresses the four groups have in this field."""
+    apply_scales(kind, rows, CHUNK * 4, values, get_i64(field, 0), get_i64(field, GROUP_FIELDS),
+                 get_i64(field, 2 * GROUP_FIELDS), get_i64(field, 3 * GROUP_FIELDS))
+
+
+@device
 def _copy(source, target, count):  # type: ignore[no-untyped-def]
     whole = count // 16 * 16
     for i in range(0, whole * 4, 64):
@@ -192,22 +206,25 @@ def _copy(source, target, count):  # type: ignore[no-untyped-def]
 
 
 @device
-def _locate(groups, key, last, index, within, table, k_pool, v_pool, head, kv_heads, size,  # type: ignore[no-untyped-def]
-            padded, dim_bytes, row_bytes, item):
+def _locate(groups, key, last, index, within, table, op, head, kv_heads, size, padded,  # type: ignore[no-untyped-def]
+            dim_bytes, row_bytes, item):
     """Fill four groups from `key` on; `index` and `within` say where that is. Behind the last key a group has no keys
     and the address of one that has. Returns (index, within) of what follows."""
-    k = v = types.int64(0)
+    k_pool, v_pool = get_i64(op, K_POOL), get_i64(op, V_POOL)
+    k_scales, v_scales = get_i64(op, K_SCALES), get_i64(op, V_SCALES)
+    k, v, scale = k_pool, v_pool, types.int64(0)
     for g in range(4):
         count = 0
         if key + 16 * g <= last:
             block = types.int64(get_i32(table, index)) * kv_heads + head
             k = k_pool + block * dim_bytes * padded + within * item
             v = v_pool + (block * padded + within) * row_bytes
+            scale = (block * padded + within) * 2
             count = min(16, last - key - 16 * g + 1, size - within)
-        elif g == 0:
-            k, v = k_pool, v_pool
         set_i64(groups, g * GROUP_FIELDS + GROUP_K, k)
         set_i64(groups, g * GROUP_FIELDS + GROUP_V, v)
+        set_i64(groups, g * GROUP_FIELDS + GROUP_K_SCALES, k_scales + scale)
+        set_i64(groups, g * GROUP_FIELDS + GROUP_V_SCALES, v_scales + scale)
         set_i64(groups, g * GROUP_FIELDS + GROUP_COUNT, count)
         within += 16
         if within >= padded:

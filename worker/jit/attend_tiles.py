@@ -1,27 +1,33 @@
 """The two products of attention over the pool's layout: queries times transposed keys, weights times values.
 
-Each for 1, 2, 3 or 6 rows at once, and for pools of float32 and bfloat16; one chain of multiply-adds per result, so the
-number of rows changes no bit. Knows addresses, not requests (attend.py).
+Each for 1, 2, 3 or 6 rows at once, and for pools of float32, bfloat16, int8 and e4m3 (whose scales are applied outside,
+kv_codes.py); one chain of multiply-adds per result, so the number of rows changes no bit. Knows addresses, not requests
+(attend.py).
 """
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from numba import types
 from numba.core import cgutils
 
 from worker.jit import step as st
-from worker.jit.vector import (F32, I64, VF, constant, device, fma, make, offset, prefetch, read, read_bf16, spread,
-                               write)
+from worker.jit.vector import (F32, I64, LANES, VF, constant, device, fma, make, offset, prefetch, read, read_bf16,
+                               read_e4m3, read_int8, spread, write)
 
 CHUNK = 64                                  # keys of one call: four groups of 16
-# Fields of a group: addresses of its keys and values, how many of them exist, keys of the group 64 further on.
-GROUP_K, GROUP_V, GROUP_COUNT, GROUP_NEXT_K, GROUP_FIELDS = range(5)
+# Fields of a group: addresses of its keys and values, how many of them exist, keys of the group 64 further on; where
+# there are scales, the addresses of those of its keys and values.
+GROUP_K, GROUP_V, GROUP_COUNT, GROUP_NEXT_K, GROUP_K_SCALES, GROUP_V_SCALES, GROUP_FIELDS = range(7)
+ITEM_BYTES = {st.POOL_F32: 4, st.POOL_BF16: 2, st.POOL_INT8: 1, st.POOL_FP8: 1}
 FEW_ROWS = 3                                # up to so many rows a kernel fetches ahead
 
 
 def _read_pool(b: Any, kind: int, address: Any) -> Any:
-    return read(b, address, VF, 4) if kind == st.POOL_F32 else read_bf16(b, address)
+    if kind == st.POOL_F32:
+        return read(b, address, VF, 4)
+    return {st.POOL_BF16: read_bf16, st.POOL_INT8: read_int8, st.POOL_FP8: read_e4m3}[kind](b, address)
 
 
 def make_scores(kind: int, rows: int) -> Any:
@@ -42,9 +48,14 @@ def make_scores(kind: int, rows: int) -> Any:
         with cgutils.for_range(b, dim, intp=I64) as loop:
             at_k, at_q = b.mul(loop.index, ld_k), b.mul(loop.index, constant(I64, 4))
             keys = [_read_pool(b, kind, b.add(group, at_k)) for group in here]
-            if rows <= FEW_ROWS:
+            if rows <= FEW_ROWS and ITEM_BYTES[kind] > 1:
                 for group in ahead:
                     prefetch(b, b.add(group, at_k))
+            elif rows <= FEW_ROWS:          # four dimensions of a group share a line: one group's a round
+                which = b.and_(loop.index, constant(I64, 3))
+                at_next = b.add(groups, b.mul(which, constant(I64, 8 * GROUP_FIELDS)))
+                line = b.mul(b.sub(loop.index, which), ld_k)
+                prefetch(b, b.add(read(b, offset(b, at_next, 8 * GROUP_NEXT_K), I64, 8), line))
             for m in range(rows):
                 value = spread(b, read(b, b.add(q_rows[m], at_q), F32, 4), VF)
                 for g in range(4):
@@ -65,7 +76,7 @@ def make_values(kind: int, rows: int, vectors: int) -> Any:
         for m in range(rows):
             for i in range(vectors):
                 b.store(read(b, offset(b, rows_at[m], 64 * i), VF, 4), cells[m][i])
-        size = 64 if kind == st.POOL_F32 else 32
+        size = LANES * ITEM_BYTES[kind]
         with cgutils.for_range(b, count, intp=I64) as loop:
             at_v, at_p = b.mul(loop.index, ld_v), b.mul(loop.index, constant(I64, 4))
             parts = [_read_pool(b, kind, offset(b, b.add(v, at_v), size * i)) for i in range(vectors)]
@@ -82,76 +93,86 @@ def make_values(kind: int, rows: int, vectors: int) -> Any:
     return make(types.void, (types.intp,) * 8, generate)
 
 
-_sf1, _sf2, _sf3, _sf6 = (make_scores(st.POOL_F32, rows) for rows in (1, 2, 3, 6))
-_sb1, _sb2, _sb3, _sb6 = (make_scores(st.POOL_BF16, rows) for rows in (1, 2, 3, 6))
-_vf1, _vf2, _vf3, _vf6 = (make_values(st.POOL_F32, rows, 4) for rows in (1, 2, 3, 6))
-_vb1, _vb2, _vb3, _vb6 = (make_values(st.POOL_BF16, rows, 4) for rows in (1, 2, 3, 6))
-_vf1s, _vb1s = make_values(st.POOL_F32, 1, 1), make_values(st.POOL_BF16, 1, 1)
+Function = Callable[..., Any]
+
+
+def _scores_of(kind: int) -> Function:
+    """scores_rows for pools of one kind."""
+    one, two, three, six = (make_scores(kind, rows) for rows in (1, 2, 3, 6))
+
+    @device
+    def run(rows, q, ld_q, dim, groups, ld_k, out):  # type: ignore[no-untyped-def]
+        m, ldo = 0, CHUNK * 4
+        while m < rows:
+            left = rows - m
+            n = 6 if left >= 6 else 3 if left >= 3 else left
+            at, to = q + m * ld_q, out + m * ldo
+            if n == 6:
+                six(at, ld_q, dim, groups, ld_k, to, ldo)
+            elif n == 3:
+                three(at, ld_q, dim, groups, ld_k, to, ldo)
+            elif n == 2:
+                two(at, ld_q, dim, groups, ld_k, to, ldo)
+            else:
+                one(at, ld_q, dim, groups, ld_k, to, ldo)
+            m += n
+    return cast(Function, run)
+
+
+def _values_of(kind: int) -> Function:
+    """values_rows for pools of one kind."""
+    one, two, three, six = (make_values(kind, rows, 4) for rows in (1, 2, 3, 6))
+    narrow, item = make_values(kind, 1, 1), ITEM_BYTES[kind]
+
+    @device
+    def run(rows, p, v, next_v, dim, count, acc, ld_acc):  # type: ignore[no-untyped-def]
+        ldp, ld_v, column = CHUNK * 4, dim * item, 0
+        while column < dim:
+            wide = dim - column >= 64
+            at_v, soon, m = v + column * item, next_v + column * item, 0
+            while m < rows:
+                left = rows - m
+                n = 1 if not wide else 6 if left >= 6 else 3 if left >= 3 else left
+                at, to = p + m * ldp, acc + m * ld_acc + column * 4
+                if not wide:
+                    narrow(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                elif n == 6:
+                    six(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                elif n == 3:
+                    three(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                elif n == 2:
+                    two(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                else:
+                    one(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                m += n
+            column += 64 if wide else 16
+    return cast(Function, run)
+
+
+_scores_f32, _scores_bf16, _scores_int8, _scores_fp8 = (_scores_of(kind) for kind in ITEM_BYTES)
+_values_f32, _values_bf16, _values_int8, _values_fp8 = (_values_of(kind) for kind in ITEM_BYTES)
 
 
 @device
 def scores_rows(kind, rows, q, ld_q, dim, groups, ld_k, out):  # type: ignore[no-untyped-def]
-    m, ldo = 0, CHUNK * 4
-    while m < rows:
-        left = rows - m
-        n = 6 if left >= 6 else 3 if left >= 3 else left
-        at, to = q + m * ld_q, out + m * ldo
-        if kind == st.POOL_F32:
-            if n == 6:
-                _sf6(at, ld_q, dim, groups, ld_k, to, ldo)
-            elif n == 3:
-                _sf3(at, ld_q, dim, groups, ld_k, to, ldo)
-            elif n == 2:
-                _sf2(at, ld_q, dim, groups, ld_k, to, ldo)
-            else:
-                _sf1(at, ld_q, dim, groups, ld_k, to, ldo)
-        elif n == 6:
-            _sb6(at, ld_q, dim, groups, ld_k, to, ldo)
-        elif n == 3:
-            _sb3(at, ld_q, dim, groups, ld_k, to, ldo)
-        elif n == 2:
-            _sb2(at, ld_q, dim, groups, ld_k, to, ldo)
-        else:
-            _sb1(at, ld_q, dim, groups, ld_k, to, ldo)
-        m += n
+    if kind == st.POOL_F32:
+        _scores_f32(rows, q, ld_q, dim, groups, ld_k, out)
+    elif kind == st.POOL_BF16:
+        _scores_bf16(rows, q, ld_q, dim, groups, ld_k, out)
+    elif kind == st.POOL_INT8:
+        _scores_int8(rows, q, ld_q, dim, groups, ld_k, out)
+    else:
+        _scores_fp8(rows, q, ld_q, dim, groups, ld_k, out)
 
 
 @device
 def values_rows(kind, rows, p, v, next_v, dim, count, acc, ld_acc):  # type: ignore[no-untyped-def]
     """dim here is D', a multiple of 16."""
-    ldp = CHUNK * 4
-    ld_v = dim * 4 if kind == st.POOL_F32 else dim * 2
-    column = 0
-    while column < dim:
-        wide = dim - column >= 64
-        skip = column * 4 if kind == st.POOL_F32 else column * 2
-        at_v, soon = v + skip, next_v + skip
-        m = 0
-        while m < rows:
-            left = rows - m
-            n = 1 if not wide else 6 if left >= 6 else 3 if left >= 3 else left
-            at, to = p + m * ldp, acc + m * ld_acc + column * 4
-            if not wide:
-                if kind == st.POOL_F32:
-                    _vf1s(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
-                else:
-                    _vb1s(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
-            elif kind == st.POOL_F32:
-                if n == 6:
-                    _vf6(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
-                elif n == 3:
-                    _vf3(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
-                elif n == 2:
-                    _vf2(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
-                else:
-                    _vf1(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
-            elif n == 6:
-                _vb6(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
-            elif n == 3:
-                _vb3(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
-            elif n == 2:
-                _vb2(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
-            else:
-                _vb1(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
-            m += n
-        column += 64 if wide else 16
+    if kind == st.POOL_F32:
+        _values_f32(rows, p, v, next_v, dim, count, acc, ld_acc)
+    elif kind == st.POOL_BF16:
+        _values_bf16(rows, p, v, next_v, dim, count, acc, ld_acc)
+    elif kind == st.POOL_INT8:
+        _values_int8(rows, p, v, next_v, dim, count, acc, ld_acc)
+    else:
+        _values_fp8(rows, p, v, next_v, dim, count, acc, ld_acc)

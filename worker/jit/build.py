@@ -5,7 +5,6 @@ model it got.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +14,7 @@ from ipc.config import WorkerProcess
 from ipc.errors import ConfigError
 from worker.attention.base import AttentionBackend
 from worker.jit import features
+from worker.kv_quant import KV_DTYPES
 
 if TYPE_CHECKING:
     from worker.jit.model import JitModel
@@ -59,11 +59,15 @@ def choose(config: WorkerProcess, device: str) -> tuple[Choice | None, str]:
         weights = "bfloat16" if section.files.config.dtype == "bfloat16" and section.files.kind != "gguf" else "float32"
     if weights == "float16":
         return None, "--dtype float16 is computed by torch"
+    from worker.jit.workspace import POOL_KINDS
     wide = mode == "none" and section.dtype != "bfloat16"
     kv = config.cache.kv_cache_dtype
     if kv == "auto":
         kv = "float32" if wide else "bfloat16"
-    return Choice(mode, weights, getattr(torch, kv), f"{features.describe()}; weights {mode}, keys and values {kv}"), \
+    if KV_DTYPES[kv] not in POOL_KINDS:
+        raise ConfigError(f"--kv-cache-dtype {kv}: the compiled CPU kernels keep keys and values as float32, bfloat16, "
+                          "int8 or fp8; use bfloat16, or --attention-backend cpu")
+    return Choice(mode, weights, KV_DTYPES[kv], f"{features.describe()}; weights {mode}, keys and values {kv}"), \
         "the processor is a CPU and numba is installed"
 
 
@@ -100,13 +104,6 @@ def build(config: WorkerProcess, choice: Choice, progress: Callable[[float], Non
                                         progress=lambda fraction: progress(0.7 * fraction)), choice.mode)
     model = JitModel(source, max_tokens=config.max_num_batched_tokens, team=team)
     return Compiled(model, JitBackend(team), describe(model.linears))
-
-
-def block_bytes(kv_spec: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, in the layout of the jit backend."""
-    from worker.jit.workspace import pool_shapes
-    layers, kv_heads, dim = kv_spec
-    return layers * dtype.itemsize * sum(math.prod(shape) for shape in pool_shapes((1, block_size, kv_heads, dim)))
 
 
 def start_kernels(num_threads: int) -> None:

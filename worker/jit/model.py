@@ -225,9 +225,9 @@ class JitModel:
 
     def _use_pools(self, kv_caches: Sequence[Any]) -> None:
         table = self._program.table
-        for at, (k_pool, v_pool) in zip(self._pool_rows, kv_caches, strict=True):
-            table[at, rope.K_POOL], table[at, rope.V_POOL] = k_pool.data_ptr(), v_pool.data_ptr()
-            table[at + 1, attend.K_POOL], table[at + 1, attend.V_POOL] = k_pool.data_ptr(), v_pool.data_ptr()
+        for at, cache in zip(self._pool_rows, kv_caches, strict=True):
+            for tensor, write_field, read_field in zip(cache, rope.POOL_FIELDS, attend.POOL_FIELDS):
+                table[at, write_field] = table[at + 1, read_field] = tensor.data_ptr()
         self._caches = kv_caches
 
     def _extend_positions(self, length: int) -> None:

@@ -10,13 +10,15 @@ import math
 from numba import types
 
 from worker.jit import step as st
-from worker.jit.vector import (add, device, f32_to_bits, get_f32, get_i64, load_f32, mul, muladd, set_f32, set_u16,
+from worker.jit.kv_codes import to_bf16, write_codes
+from worker.jit.vector import (add, device, get_f32, get_i64, load_f32, mul, muladd, set_f32, set_u16,
                                splat, store_bf16, store_f32, sub, sum_lanes)
 
 _f32 = types.float32
 
 # Q, K and V are addresses of row 0's heads; NORM 0: no head norm; ROTATE 0: write only, Q is not read.
-Q, K, V, LD_Q, LD_KV, NORM, EPS_BITS, ROTATE, K_POOL, V_POOL = range(8, 18)
+Q, K, V, LD_Q, LD_KV, NORM, EPS_BITS, ROTATE, K_POOL, V_POOL, K_SCALES, V_SCALES = range(8, 20)
+POOL_FIELDS = (K_POOL, V_POOL, K_SCALES, V_SCALES)   # of the tensors of a cache, in order
 
 
 @device
@@ -37,8 +39,18 @@ def rope_row(op, step, n, eps):  # type: ignore[no-untyped-def]
     if slot < 0:
         slot = get_i64(step, st.NUM_SLOTS) - 1
     size = get_i64(step, st.BLOCK_SIZE)
-    write_token(get_i64(op, K_POOL), get_i64(op, V_POOL), k, v, slot // size, slot % size, (size + 15) // 16 * 16,
-                kv_heads, dim, get_i64(step, st.POOL_KIND))
+    block, offset, padded, kind = slot // size, slot % size, (size + 15) // 16 * 16, get_i64(step, st.POOL_KIND)
+    if kind == st.POOL_F32 or kind == st.POOL_BF16:
+        write_token(get_i64(op, K_POOL), get_i64(op, V_POOL), k, v, block, offset, padded, kv_heads, dim, kind)
+        return
+    padded_dim = (dim + 15) // 16 * 16
+    for h in range(kv_heads):
+        head = block * kv_heads + h
+        scale_at = (head * padded + offset) * 2
+        write_codes(k + h * dim * 4, dim, get_i64(op, K_POOL) + head * dim * padded + offset, padded,
+                    get_i64(op, K_SCALES) + scale_at, kind)
+        write_codes(v + h * dim * 4, dim, get_i64(op, V_POOL) + (head * padded + offset) * padded_dim, 1,
+                    get_i64(op, V_SCALES) + scale_at, kind)
 
 
 @device
@@ -75,15 +87,6 @@ def _rotate(x, cos, sin, dim):  # type: ignore[no-untyped-def]
         c1, s1 = get_f32(cos, i), get_f32(sin, i)
         set_f32(x, i, first * c1 - second * s1)
         set_f32(x, half + i, second * c1 + first * s1)
-
-
-@device
-def to_bf16(value):  # type: ignore[no-untyped-def]
-    """Round to nearest even; NaN stays NaN."""
-    bits = types.int64(f32_to_bits(value)) & 0xFFFFFFFF
-    if value != value:
-        return types.uint16(0x7FC0)
-    return types.uint16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
 
 @device

@@ -9,4 +9,4 @@ from __future__ import annotations
  NUM_THREADS, POOL_KIND) = range(26)
 SIZE = 32
 
-POOL_F32, POOL_BF16 = 0, 1
+POOL_F32, POOL_BF16, POOL_INT8, POOL_FP8 = range(4)   # the last two: codes with scales

@@ -123,6 +123,21 @@ def read_bf16(builder: Any, address: Any) -> Any:
     return builder.bitcast(wide, VF)
 
 
+def read_int8(builder: Any, address: Any) -> Any:
+    """Sixteen int8 as float32."""
+    return builder.sitofp(builder.sext(read(builder, address, ir.VectorType(I8, LANES)), VI), VF)
+
+
+def read_e4m3(builder: Any, address: Any) -> Any:
+    """Sixteen float8 (e4m3) as float32, times 2^-8: their bits, moved to where half precision has sign, exponent and
+    mantissa, are that number, subnormal ones too."""
+    shorts = ir.VectorType(I16, LANES)
+    wide = builder.zext(read(builder, address, ir.VectorType(I8, LANES)), shorts)
+    magnitude = builder.shl(builder.and_(wide, constant(shorts, 0x7F)), constant(shorts, 7))
+    sign = builder.shl(builder.and_(wide, constant(shorts, 0x80)), constant(shorts, 8))
+    return builder.fpext(builder.bitcast(builder.or_(magnitude, sign), ir.VectorType(HALF, LANES)), VF)
+
+
 def make(result: Any, params: Sequence[Any], generate: Callable[..., Any]) -> Any:
     """An operation that numba code can call. generate(builder, *values) emits it."""
     def typed(context: Any, *args: Any) -> Any:
@@ -158,6 +173,7 @@ set_f32 = make(types.void, (_ADDRESS, _ADDRESS, types.float32), _indexed(F32, 4)
 get_u16 = make(types.uint16, (_ADDRESS, _ADDRESS), _indexed(I16, 2)[0])
 set_u16 = make(types.void, (_ADDRESS, _ADDRESS, types.uint16), _indexed(I16, 2)[1])
 get_u8 = make(types.uint8, (_ADDRESS, _ADDRESS), _indexed(I8, 1)[0])
+set_u8 = make(types.void, (_ADDRESS, _ADDRESS, types.uint8), _indexed(I8, 1)[1])
 get_f16 = make(types.float32, (_ADDRESS, _ADDRESS), lambda b, base, index: b.fpext(
     b.bitcast(_indexed(I16, 2)[0](b, base, index), HALF), F32))
 bits_to_f32 = make(types.float32, (types.int32,), lambda b, bits: b.bitcast(bits, F32))
@@ -171,6 +187,8 @@ load_bf16 = make(f32x16, (_ADDRESS,), read_bf16)
 # Lanes as bytes, the low eight bits of each.
 store_bytes = make(types.void, (_ADDRESS, i32x16),
                    lambda b, address, value: write(b, address, b.trunc(value, ir.VectorType(I8, LANES))))
+lane_i32 = make(types.int32, (i32x16, types.int64), lambda b, value, index: b.extract_element(value, index))
+with_lane = make(f32x16, (f32x16, types.int64, _F32), lambda b, value, index, x: b.insert_element(value, x, index))
 splat = make(f32x16, (_F32,), lambda b, value: spread(b, value, VF))
 splat_i32 = make(i32x16, (_I32,), lambda b, value: spread(b, value, VI))
 lane_numbers = make(i32x16, (), lambda b: ir.Constant(VI, list(range(LANES))))
@@ -187,6 +205,7 @@ zero_unless_above = make(f32x16, (f32x16, f32x16, f32x16), lambda b, value, x, l
 # Magnitudes as integers, which order like the floats and put infinity and NaN on top.
 magnitude = make(i32x16, (f32x16,), lambda b, x: b.and_(b.bitcast(x, VI), constant(VI, 0x7FFFFFFF)))
 nearest = make(f32x16, (f32x16,), lambda b, x: call(b, "llvm.rint.v16f32", VF, [x]))
+floor = make(f32x16, (f32x16,), lambda b, x: call(b, "llvm.floor.v16f32", VF, [x]))
 to_i32 = make(i32x16, (f32x16,), lambda b, x: b.fptosi(x, VI))
 add_i32 = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.add(x, y))
 shift_left = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.shl(x, y))
@@ -229,6 +248,37 @@ def _emit_bf16(builder: Any, address: Any, value: Any) -> None:
 
 
 store_bf16 = make(types.void, (_ADDRESS, f32x16), _emit_bf16)
+
+
+def _emit_scattered_bytes(builder: Any, address: Any, stride: Any, value: Any) -> None:
+    """The low byte of every lane, `stride` bytes apart."""
+    for lane in range(LANES):
+        byte = builder.trunc(builder.extract_element(value, ir.Constant(I32, lane)), I8)
+        write(builder, builder.add(address, builder.mul(stride, constant(I64, lane))), byte)
+
+
+scatter_bytes = make(types.void, (_ADDRESS, _ADDRESS, i32x16), _emit_scattered_bytes)
+
+
+def _emit_e4m3(builder: Any, value: Any) -> Any:
+    """Codes of float8 (e4m3), rounded to nearest even. value: at most 448 in magnitude, no NaN.
+
+    From 2^-6 on the exponent changes its bias from 127 to 7 and the mantissa keeps three bits; below, a code counts
+    steps of 2^-9, and eight of them are 2^-6.
+    """
+    bits = builder.bitcast(value, VI)
+    size = builder.and_(bits, constant(VI, 0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(size, constant(VI, 20)), constant(VI, 1))
+    normal = builder.lshr(builder.add(size, builder.add(odd, constant(VI, 0x7FFFF))), constant(VI, 20))
+    normal = builder.sub(normal, constant(VI, (127 - 7) << 3))
+    steps = builder.fmul(builder.bitcast(size, VF), constant(VF, 512.0))
+    small = builder.fptosi(call(builder, "llvm.rint.v16f32", VF, [steps]), VI)
+    is_small = builder.icmp_signed("<", size, constant(VI, (127 - 6) << 23))
+    sign = builder.and_(builder.lshr(bits, constant(VI, 24)), constant(VI, 0x80))
+    return builder.or_(builder.select(is_small, small, normal), sign)
+
+
+e4m3_codes = make(i32x16, (f32x16,), _emit_e4m3)
 
 
 @device

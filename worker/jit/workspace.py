@@ -16,7 +16,8 @@ from worker.jit.attend import HEADER
 from worker.jit.attend_tiles import CHUNK
 from worker.jit.program import float_bits, new_step
 
-POOL_KINDS = {torch.float32: st.POOL_F32, torch.bfloat16: st.POOL_BF16}
+POOL_KINDS = {torch.float32: st.POOL_F32, torch.bfloat16: st.POOL_BF16, torch.int8: st.POOL_INT8,
+              torch.float8_e4m3fn: st.POOL_FP8}
 LANES = 16
 
 
@@ -25,10 +26,12 @@ def padded(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
-def pool_shapes(shape: tuple[int, int, int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Keys [B, Hkv, D, S'] and values [B, Hkv, S', D'] of a pool asked for as [B, S, Hkv, D]."""
+def pool_shapes(shape: tuple[int, int, int, int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Keys [B, Hkv, D, S'], values [B, Hkv, S', D'] and either's scales [B, Hkv, S'] of a pool asked for as
+    [B, S, Hkv, D]."""
     num_blocks, size, kv_heads, dim = shape
-    return (num_blocks, kv_heads, dim, padded(size)), (num_blocks, kv_heads, padded(size), padded(dim))
+    scales = (num_blocks, kv_heads, padded(size))
+    return (num_blocks, kv_heads, dim, padded(size)), (*scales, padded(dim)), scales
 
 
 class AttentionWorkspace:

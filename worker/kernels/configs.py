@@ -12,7 +12,6 @@ from dataclasses import dataclass
 SHARED_LIMITS = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024,
                  103: 227 * 1024, 120: 99 * 1024}
 SMALLEST_SHARED_LIMIT = 99 * 1024
-FP8_CAPABILITY = 89  # the first whose hardware converts e4m3
 
 MAX_SPLITS = 32
 MIN_TILES_PER_SPLIT = 2  # a split of less work costs more to combine than it saves

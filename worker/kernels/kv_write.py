@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.kernels.configs import HEADS_PER_PROGRAM
-from worker.kernels.kv_quant import LARGEST_CODE, encode, is_quantized, quantize, scale_of
-from worker.kv_pool import scatter_kv
+from worker.kernels.kv_quant import encode, scale_of
+from worker.kv_quant import LARGEST_CODE
 
 
 @triton.jit(do_not_specialize=["last_slot"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -59,17 +59,3 @@ def kv_write(cache: tuple[Tensor, ...], k: Tensor, v: Tensor, slot_mapping: Tens
         k, v, cache[0], cache[1], scales[0], scales[1], slot_mapping, pool.shape[0] * pool.shape[1] - 1, k.stride(0),
         v.stride(0), num_heads, D=dim, BLOCK_D=triton.next_power_of_2(dim), HEADS=heads,
         LARGEST=LARGEST_CODE.get(pool.dtype, 0.0), IS_INT8=pool.dtype == torch.int8, num_warps=1)
-
-
-def kv_write_reference(cache: tuple[Tensor, ...], k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """The same in plain torch."""
-    pool = cache[0]
-    slots = torch.where(slot_mapping >= 0, slot_mapping, pool.shape[0] * pool.shape[1] - 1)
-    if not is_quantized(pool.dtype):
-        scatter_kv(cache[0], cache[1], k, v, slots)
-        return
-    for codes_pool, scale_pool, x in ((cache[0], cache[2], k), (cache[1], cache[3], v)):
-        codes, scale = quantize(x, pool.dtype)
-        # Copied as raw bytes: index_copy_ is not implemented for float8.
-        codes_pool.view(torch.uint8).view(-1, *codes.shape[1:]).index_copy_(0, slots, codes.view(torch.uint8))
-        scale_pool.view(-1, codes.shape[1]).index_copy_(0, slots, scale)

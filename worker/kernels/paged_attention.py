@@ -29,7 +29,7 @@ from torch import Tensor
 
 from worker.attention.base import BatchMeta
 from worker.attention.reference import gather_context
-from worker.kernels.kv_quant import dequantize
+from worker.kv_quant import dequantize
 
 LOG2E = 1.4426950408889634
 _SEARCH = tl.constexpr(128)  # request starts compared at once

@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.kernels.configs import HEADS_PER_PROGRAM
-from worker.kernels.kv_quant import LARGEST_CODE, encode, scale_of
-from worker.kernels.kv_write import kv_write_reference
+from worker.kernels.kv_quant import encode, scale_of
+from worker.kv_pool import write_kv
+from worker.kv_quant import LARGEST_CODE
 
 
 @triton.jit(do_not_specialize=["last_slot"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -120,5 +121,5 @@ def qkv_rope_kv_write_reference(
     if norm_weight is not None:
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * norm_weight.float()
     x = x * cos.float() + x.roll(x.shape[-1] // 2, -1) * sin.float()
-    kv_write_reference(cache, x[:, num_heads:], qkv[:, num_heads + num_kv_heads :].float(), slot_mapping)
+    write_kv(cache, x[:, num_heads:], qkv[:, num_heads + num_kv_heads :].float(), slot_mapping)
     return x[:, :num_heads].to(qkv.dtype)

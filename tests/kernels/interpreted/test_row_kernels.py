@@ -14,11 +14,12 @@ from worker.attention.registry import get_backend
 from worker.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from worker.kernels.argmax import argmax, argmax_reference
 from worker.kernels.embedding import embedding, embedding_reference
-from worker.kernels.kv_quant import dequantize, quantize
-from worker.kernels.kv_write import kv_write, kv_write_reference
+from worker.kernels.kv_write import kv_write
 from worker.kernels.philox import philox_uniform, philox_uniform_reference
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write, qkv_rope_kv_write_reference
 from worker.kernels.silu_mul import silu_mul, silu_mul_reference
+from worker.kv_pool import write_kv
+from worker.kv_quant import dequantize, quantize
 from worker.models.layers import HeadNorm, RMSNorm, RotaryTables
 from worker.models.ops import TORCH_OPS
 from worker.sampling.sampler import arg_max
@@ -119,7 +120,7 @@ def test_kv_write_fills_the_slots_and_nothing_else(pool: torch.dtype) -> None:
     k[1] = v[4] = float("nan")
     ours, theirs = make_cache(4, 16, 3, 48, pool), make_cache(4, 16, 3, 48, pool)
     kv_write(ours, k, v, slots)
-    kv_write_reference(theirs, k, v, slots)
+    write_kv(theirs, k, v, slots)
     for a, b in zip(bytes_of(ours), bytes_of(theirs), strict=True):
         assert torch.equal(a.flatten(0, 1)[:-1], b.flatten(0, 1)[:-1])
 

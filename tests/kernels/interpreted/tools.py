@@ -5,22 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tests.worker.test_attention import poison
 from worker.attention.base import BatchMeta
-from worker.kernels.kv_quant import is_quantized
-from worker.kernels.kv_write import kv_write_reference
+from worker.kv_pool import write_kv
+from worker.kv_quant import is_quantized
 
 BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
-
-
-def poison(cache: tuple[torch.Tensor, ...]) -> None:
-    """NaN everywhere; int8 codes have none, their scales do."""
-    for tensor in cache:
-        if tensor.dtype == INT8:
-            tensor.fill_(77)
-        elif tensor.dtype == FP8:
-            tensor.view(torch.uint8).fill_(0x7F)
-        else:
-            tensor.fill_(float("nan"))
 
 
 def make_cache(
@@ -62,7 +52,7 @@ def make_batch(
         slots = table[r, position // block_size].long() * block_size + position % block_size
         k, v = torch.randn((2, length, kv_heads, dim), generator=g).unbind(0)
         oldest = max(0, length - t - window + 1) if window else 0
-        kv_write_reference(cache, k[oldest:], v[oldest:], slots[oldest:])
+        write_kv(cache, k[oldest:], v[oldest:], slots[oldest:])
         table[r, : oldest // block_size] = 0
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     lengths = np.array(seq_lens, np.int32)
