@@ -10,6 +10,7 @@
     python launch.py tokenize TEXT            token ids and pieces of a text or chat
     python launch.py models                   short names, what each needs, what is cached
     python launch.py profile [--url URL]      where the time goes: scheduler, device, what bounds it
+    python launch.py top [--url URL]          a running server at a glance, refreshed each second
     python launch.py doctor                   examine machine and installation; ends in OK or the fixes
     python launch.py setup [--torch cpu|cuda|INDEX] [--extra NAME ...]
                                               make .venv beside this file; INDEX: the URL of a wheel index for torch
@@ -103,6 +104,10 @@ def profile(argv: list[str]) -> int:
     return module_command("frontend.cli.profile", argv)
 
 
+def top(argv: list[str]) -> int:
+    return module_command("frontend.cli.top", argv)
+
+
 def doctor(argv: list[str]) -> int:
     """Also where nothing is installed: then that is what it tells."""
     from ipc.launch_setup import SetupError, ensure
@@ -186,8 +191,8 @@ def main(argv: list[str]) -> int:
     from ipc.launch_setup import STARTED, SetupError
     os.environ.setdefault(STARTED, repr(time.monotonic()))
     commands = {"demo": demo, "serve": serve, "setup": setup, "test": test, "bench": bench,
-                "replay": replay, "simulate": simulate, "chaos": chaos, "profile": profile, "tune": tune, "chat": chat,
-                "complete": complete,
+                "replay": replay, "simulate": simulate, "chaos": chaos, "profile": profile, "top": top, "tune": tune,
+                "chat": chat, "complete": complete,
                 "run-batch": run_batch, "tokenize": tokenize, "models": models, "doctor": doctor}
     try:
         check_command(argv[0], commands)

@@ -48,7 +48,7 @@ def waiting_reason(scheduler: Scheduler, request: Request, ahead: int) -> str:
     if request.num_in_flight:
         return "preempted; its newest token is still being computed"
     if ahead and config.policy != "lpm":
-        return f"{ahead} waiting requests rank ahead of it"
+        return f"{ahead} waiting {'request ranks' if ahead == 1 else 'requests rank'} ahead of it"
     if scheduler.suspects:
         return f"{len(scheduler.suspects)} requests of a failed step replay alone first"
     if rows.n >= rows.seats:

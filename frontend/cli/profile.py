@@ -22,7 +22,7 @@ from rich.console import Console
 
 from frontend.cli.common import (StartError, UsageError, engine_config, make_command_parser, parse_command, run_command,
                                  server_api_key)
-from frontend.cli.profile_view import show
+from frontend.cli.profile_view import shares, show
 from frontend.processes import ProcessUse, process_use
 from frontend.step_report import analyse
 from frontend.trace import chrome_trace
@@ -111,12 +111,6 @@ def write_trace(path: str, trace: dict[str, Any]) -> None:
     with open(path, "w") as file:
         json.dump(trace, file)
     print(f"{path}: {len(trace['traceEvents'])} events; open it in ui.perfetto.dev", file=sys.stderr)
-
-
-def shares(before: list[dict[str, Any]], after: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Processes with the share of a core that each used in between."""
-    was = {use["pid"]: use["cpu_s"] for use in before}
-    return [{**use, "cpu": (use["cpu_s"] - was.get(use["pid"], use["cpu_s"])) / seconds} for use in after]
 
 
 # ---------------------------------------------------------------- a load of our own

@@ -16,7 +16,7 @@ OWNER = {name: process for name, process, *_ in STAGES}
 CAUSES = {"no requests": "has no requests", "tokens": "waits until its tokens are back",
           "scheduler": "waits for the scheduler", "wire": "waits for the wire",
           "host preparation": "waits for the worker's host side"}
-STYLES = {"engine_core": "green", "worker": "magenta", "frontend": "cyan", "wire": "bright_black"}
+STYLES = {"frontend": "cyan", "engine_core": "green", "worker": "magenta", "wire": "bright_black"}
 
 
 def show(report: dict[str, Any], processes: list[dict[str, Any]], console: Console) -> None:
@@ -82,3 +82,9 @@ def idle_table(report: dict[str, Any]) -> Table:
     for cause in IDLE_CAUSES:
         made.add_row(CAUSES[cause], f"{report['idle'][cause]:.1%}")
     return made
+
+
+def shares(before: list[dict[str, Any]], after: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+    """Processes with the share of a core that each used in between."""
+    was = {use["pid"]: use["cpu_s"] for use in before}
+    return [{**use, "cpu": (use["cpu_s"] - was.get(use["pid"], use["cpu_s"])) / seconds} for use in after]

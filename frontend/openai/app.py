@@ -174,5 +174,6 @@ def api_rows(version: str, counters: Counters) -> list[Row]:
         Row(post, "/resume", control.resume, "let them go on", admin, answer=control.ControlAnswer),
         Row(get, "/is_paused", control.get_paused, "whether new requests wait", admin, answer=control.ControlAnswer),
         Row(get, "/", pages.page("index.html"), "chat in a browser", opened),
+        Row(get, "/timeline", pages.page("timeline.html"), "steps, pool and queue, live", opened),
         Row(get, "/docs", pages.page("docs.html"), "this API, to read", opened),
     ]

@@ -15,7 +15,7 @@ from tests.frontend.chromium import BINARY, Chromium
 from tests.frontend.fake_llm import FakeLLM, answer_text, get
 from tests.frontend.live_server import LiveServer
 
-PAGES = ("index.html", "docs.html")
+PAGES = ("index.html", "timeline.html", "docs.html")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -29,7 +29,7 @@ def test_a_page_takes_nothing_from_elsewhere_and_writes_no_html(name: str) -> No
 
 def test_the_policy_allows_only_the_pages_own_script() -> None:
     app = build_app(FakeLLM(), section=FrontendSection(api_keys=("alice-key-1",)))
-    for path, name in (("/", "index.html"), ("/docs", "docs.html")):
+    for path, name in (("/", "index.html"), ("/timeline", "timeline.html"), ("/docs", "docs.html")):
         response = asyncio.run(get(app, path))
         assert response.status_code == 200 and response.headers["content-type"] == "text/html; charset=utf-8"
         assert response.headers["content-security-policy"] == policy((FOLDER / name).read_text())

@@ -4,6 +4,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from frontend import SamplingParams
+from frontend.request_log import PARTS, parts
 from frontend.timeline import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +30,8 @@ def post(engine: Any, max_tokens: int) -> None:
     body = json.dumps({"prompt": "Go on", "max_tokens": max_tokens, "ignore_eos": True}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{engine.server.port}/v1/completions", body,
                                      {"Content-Type": "application/json"})
-    urllib.request.urlopen(request, timeout=60).read()
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.read()
 
 
 def samples(engine: Any) -> dict[str, float]:
@@ -75,6 +79,73 @@ def test_profile_attaches_to_a_running_server_and_says_what_bounds_it(engine: An
     assert done.returncode == 0, done.stderr
     assert "bound" in done.stdout or "idle" in done.stdout
     assert "traceEvents" in json.loads(trace.read_text())
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / "launch.py"), *words], capture_output=True, text=True, timeout=60)
+
+
+def test_top_prints_once_where_there_is_no_terminal(engine: Any) -> None:
+    stopping = threading.Event()
+
+    def ask() -> None:
+        while not stopping.is_set():
+            post(engine, 200)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    done = command("top", "--url", engine.server.url, "--interval", "0.2")
+    stopping.set()
+    for thread in threads:
+        thread.join()
+    assert done.returncode == 0, done.stderr
+    assert "tiny" in done.stdout.splitlines()[0] and "steps/s" in done.stdout
+    for word in ("frontend", "engine_core", "worker", "KV pool", "of 512 blocks", "slowest request", "nobody waits"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize("words, says", [
+    (("top", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"), (("top", "--interval", "0"), "--interval is 0"),
+    (("profile", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
+    (("profile", "--url", "http://127.0.0.1:9", "--torch-profiler"), "--trace FILE"),
+    (("profile", "--trace", "/nowhere/x.json"), "no such folder"),
+    (("profile", "--concurrency", "0"), "--concurrency is 0"),
+])
+def test_a_command_that_cannot_work_says_why_in_one_line(words: tuple[str, ...], says: str) -> None:
+    done = command(*words)
+    assert done.returncode in (1, 2) and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_live_tells_each_step_once(engine: Any) -> None:
+    post(engine, 10)
+    first = json.loads(get(engine, "/debug/live"))
+    post(engine, 5)
+    second = json.loads(get(engine, f"/debug/live?after={first['count']}"))
+    assert len(second["steps"]) == second["count"] - first["count"] >= 5
+    place = second["fields"].index("step")
+    assert {row[place] for row in first["steps"]}.isdisjoint({row[place] for row in second["steps"]})
+    assert sum(second["pool"]["blocks"][1::2]) == second["pool"]["num_blocks"] == 512
+    with pytest.raises(urllib.error.HTTPError) as failure:
+        get(engine, "/debug/live?after=x")
+    assert failure.value.code == 400 and b"count of an earlier answer" in failure.value.read()
+
+
+def test_parts_of_requests_sum_to_what_the_caller_waited(engine: Any) -> None:
+    """Their sum against a clock around the call, which starts before the first part and ends after the last."""
+    async def run() -> tuple[float, Any]:
+        begin = time.monotonic()
+        stream = engine.llm.generate([1, 2, 3] * 20, SamplingParams(max_tokens=300, ignore_eos=True))
+        async for _ in stream:
+            pass
+        return time.monotonic() - begin, engine.llm.request_log.ended[-1]
+
+    wall, record = engine.loop.run(run())
+    spans = parts(record.metrics)
+    assert list(spans) == list(PARTS) and all(end >= begin for begin, end in spans.values())
+    assert [begin for begin, _ in spans.values()][1:] == [end for _, end in spans.values()][:-1]
+    assert wall * 0.99 <= sum(end - begin for begin, end in spans.values()) <= wall
+    assert len(record.token_ns[0]) == record.num_output_tokens == 300
 
 
 def test_the_library_has_the_same_timeline(engine: Any) -> None:
