@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the model's chat template.
 
-Text only, for now: tools, images and thinking are refused by name. A last message of the assistant is continued. Prefix
-caching is automatic, so cache_control is accepted and nothing waits for it.
+Text and tools: images, thinking and tools that run on a server are refused by name. A last message of the assistant is
+continued. Prefix caching is automatic, so cache_control is accepted and nothing waits for it.
 """
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from frontend.openai import sse
+from frontend.openai.anthropic_blocks import Block, Blocks, chat_choice, chat_tools, conversation, event
 from frontend.openai.chat import render
-from frontend.openai.chat_call import ChatCall, make_call, text_of
+from frontend.openai.chat_call import ChatCall, make_call, pieces_of
 from frontend.openai.dialect import ANTHROPIC
 from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
@@ -21,9 +21,9 @@ from frontend.openai.generation import check_engine, check_model, checked_finish
 from frontend.openai.protocol import NeutralValues
 from frontend.openai.routes import Row
 from frontend.outputs import CompletionOutput, RequestOutput
+from frontend.tools.request import ToolUse, tool_use
 from ipc.errors import RequestError
 
-ROLES = ("user", "assistant")
 RENAMED = {"stop_sequences": "stop"}
 
 
@@ -32,6 +32,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     messages: list[dict[str, Any]]
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Any = None
 
@@ -58,15 +60,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 NEUTRAL: NeutralValues = {
     "container": (), "context_management": ({}, {"edits": []}), "diagnostics": (), "inference_geo": (),
     "mcp_servers": ([],), "output_config": ({},), "output_format": (), "speed": ("standard",),
-    "thinking": ({"type": "disabled"},), "tool_choice": ({"type": "auto"}, {"type": "none"}), "tools": ([],),
+    "thinking": ({"type": "disabled"},),
     "user_profile_id": (), "workspace_id": (),
 }
-
-
-class TextBlock(msgspec.Struct):
-    """A piece of the answer."""
-    text: str
-    type: str = "text"
 
 
 class MessagesUsage(msgspec.Struct):
@@ -81,7 +77,7 @@ class MessagesAnswer(msgspec.Struct):
     """The answer of POST /v1/messages without stream."""
     id: str
     model: str
-    content: list[TextBlock]
+    content: list[Block]
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessagesUsage
@@ -110,15 +106,21 @@ async def create_message(exchange: Exchange, engine: EngineLike) -> None:
     check_engine(engine)
     request, num_bytes = await exchange.read_fields(MessagesRequest, NEUTRAL)
     check_model(engine, request.model)
-    messages, continues = conversation(request)
+    messages, continues = conversation(request.system, request.messages)
     call = await make_call(engine, request, messages, num_bytes, f"msg_{secrets.token_hex(16)}",
-                           exchange.cache_salt(request.cache_salt), RENAMED, continue_final_message=continues)
+                           exchange.cache_salt(request.cache_salt), RENAMED, continue_final_message=continues,
+                           tools=_tools(request, engine))
     if request.stream:
         await _stream(exchange, call)
         return
     [(choice, reason)], usage = await collect_answer(exchange, [call.run("final")], 1)
+    blocks = Blocks()
+    blocks.feed(pieces_of(None if call.tools is None else call.tools.scanner(), choice.text, True))
+    if not blocks.blocks:
+        blocks.open_text()
+    blocks.close()
     cached = usage.prompt_tokens_details.cached_tokens
-    answer = MessagesAnswer(call.id, engine.served_model_name, [TextBlock(choice.text)], *stop_of(choice, reason),
+    answer = MessagesAnswer(call.id, engine.served_model_name, blocks.blocks, *stop_of(choice, reason, blocks),
                             MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached))
     await exchange.reply(200, msgspec.json.encode(answer))
 
@@ -129,70 +131,57 @@ async def count_tokens(exchange: Exchange, engine: EngineLike) -> None:
     check_engine(engine)
     request, num_bytes = await exchange.read_fields(CountTokensRequest, NEUTRAL)
     check_model(engine, request.model)
-    messages, continues = conversation(request)
+    messages, continues = conversation(request.system, request.messages)
+    tools = _tools(request, engine)
     prompt = await render(engine, messages, num_bytes, continue_final_message=continues,
-                          chat_template_kwargs=request.chat_template_kwargs)
+                          chat_template_kwargs=request.chat_template_kwargs,
+                          tools=None if tools is None else tools.shown)
     await exchange.reply(200, msgspec.json.encode(CountTokensAnswer(len(prompt) // 4)))
 
 
-def conversation(request: CountTokensRequest) -> tuple[list[dict[str, Any]], bool]:
-    """Messages for the chat template, neighbours of one role joined as Anthropic does; whether the last one is the
-    assistant's, to be continued. Raises RequestError."""
-    if not request.messages:
-        raise RequestError("messages is empty; send at least one message", "messages")
-    result: list[dict[str, Any]] = []
-    if request.system:
-        result.append({"role": "system", "content": text_of(request.system, "system", ("text",))})
-    for index, message in enumerate(request.messages):
-        role, where = message.get("role"), f"messages[{index}]"
-        if role not in ROLES:
-            raise RequestError(f"{where}.role is {str(role)[:60]!r}; known are {', '.join(ROLES)}", f"{where}.role")
-        text = text_of(message.get("content"), f"{where}.content", ("text",))
-        if result and result[-1]["role"] == role:
-            result[-1]["content"] += "\n" + text
-        else:
-            result.append({"role": role, "content": text})
-    return result, result[-1]["role"] == "assistant"
-
-
-def stop_of(choice: CompletionOutput, reason: str) -> tuple[str, str | None]:
+def stop_of(choice: CompletionOutput, reason: str, blocks: Blocks) -> tuple[str, str | None]:
     """(stop_reason, stop_sequence) in Anthropic's words."""
     if reason == "length":
         return "max_tokens", None
+    if blocks.has_calls:
+        return "tool_use", None
     return ("stop_sequence", choice.stop_reason) if isinstance(choice.stop_reason, str) else ("end_turn", None)
 
 
-def _event(name: str, **fields: Any) -> bytes:
-    return sse.named_event(name, msgspec.json.encode({"type": name, **fields}))
+def _tools(request: CountTokensRequest, engine: EngineLike) -> ToolUse | None:
+    choice, is_parallel = chat_choice(request.tool_choice)
+    try:
+        return tool_use(chat_tools(request.tools), choice, is_parallel, engine.tool_format)
+    except RequestError as error:               # this API's names of the same
+        text, param = str(error), error.param or ""
+        for theirs, ours in ((".function.parameters", ".input_schema"), (".function.", ".")):
+            text, param = text.replace(theirs, ours), param.replace(theirs, ours)
+        raise RequestError(text, param or None) from None
 
 
-def _start(call: ChatCall, output: RequestOutput) -> bytes:
+def _start(call: ChatCall, output: RequestOutput, blocks: Blocks) -> bytes:
+    """Without tools the first block can only be text."""
     cached = output.num_cached_tokens
     message = MessagesAnswer(call.id, call.engine.served_model_name, [], None, None,
                              MessagesUsage(output.usage_prompt_tokens - cached, 0, cached))
-    return (_event("message_start", message=message)
-            + _event("content_block_start", index=0, content_block=TextBlock("")) + _event("ping"))
-
-
-_DELTA = (b'event: content_block_delta\n'
-          b'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":')
+    return event("message_start", message=message) + (blocks.open_text() if call.tools is None else b"") + event("ping")
 
 
 async def _stream(exchange: Exchange, call: ChatCall) -> None:
     exchange.is_stream = True
     is_started = False
+    blocks, scanner = Blocks(), None if call.tools is None else call.tools.scanner()
     async with exchange.watch(), contextlib.aclosing(call.run("delta")) as outputs:
         async for output in outputs:
-            data = b"" if is_started else _start(call, output)
+            data = b"" if is_started else _start(call, output, blocks)
             is_started = True
             for choice in output.outputs:
-                if choice.text:
-                    data += _DELTA + sse.json_text(choice.text) + b"}}\n\n"
+                data += blocks.feed(pieces_of(scanner, choice.text, choice.finish_reason is not None))
                 if choice.finish_reason is not None:
-                    stop_reason, stop_sequence = stop_of(choice, checked_finish(choice))
-                    data += _event("content_block_stop", index=0) + _event(
+                    stop_reason, stop_sequence = stop_of(choice, checked_finish(choice), blocks)
+                    data += blocks.close() + event(
                         "message_delta", delta={"stop_reason": stop_reason, "stop_sequence": stop_sequence},
                         usage={"output_tokens": output.usage_completion_tokens})
             if data:
                 await exchange.write(data)
-        await exchange.end(_event("message_stop"))
+        await exchange.end(event("message_stop"))

@@ -39,7 +39,7 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
     params = sampling_params(request, None)
     tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls is not False, engine.tool_format)
     if tools is not None:
-        params = _with_tools(params, tools)
+        params = with_tools(params, tools)
     prompt = await _render(engine, request, body_bytes, tools)
     parts_of = _parts(engine, request, params, tools, prompt)
     if params.max_tokens is None:
@@ -78,7 +78,8 @@ def _choice(index: int, choice: CompletionOutput, reason: str, logprobs: ChatLog
     return ChatChoice(index, message, parts.finish_reason(reason), choice.stop_reason, logprobs)
 
 
-def _with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+def with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+    """What the choice of tools asks of the sampler. Raises RequestError."""
     if tools.is_special:
         params = params.replace(skip_special_tokens=False)
     if tools.structured is None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 
-from frontend.openai.chat import render
+from frontend.openai.chat import render, with_tools
 from frontend.openai.engine import EngineLike
 from frontend.openai.protocol import PRIORITY_LIMIT
 from frontend.outputs import OutputKind, RequestOutput
+from frontend.tools.request import ToolUse
+from frontend.tools.scanner import Piece, Scanner
 from ipc.errors import RequestError
 from ipc.sampling_params import SamplingParams
 
@@ -29,6 +31,7 @@ class ChatCall:
     id: str
     priority: int
     cache_salt: str
+    tools: ToolUse | None = None
 
     def run(self, kind: OutputKind) -> AsyncGenerator[RequestOutput, None]:
         """Its outputs."""
@@ -38,7 +41,7 @@ class ChatCall:
 
 async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[dict[str, Any]], num_bytes: int,
                     call_id: str, cache_salt: str, renamed: Mapping[str, str], *,
-                    continue_final_message: bool = False) -> ChatCall:
+                    continue_final_message: bool = False, tools: ToolUse | None = None) -> ChatCall:
     """Template, tokens and checked parameters. `renamed`: the API's names for sampling parameters -> ours.
 
     Without a limit of its own the answer may fill what the prompt leaves. Raises RequestError with the API's names.
@@ -47,13 +50,16 @@ async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[
     if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
         raise RequestError(f"priority is {priority}; allowed are {-PRIORITY_LIMIT} to {PRIORITY_LIMIT - 1}", "priority")
     params = _params(request, renamed)
+    if tools is not None:
+        params = with_tools(params, tools)
     prompt = await render(engine, messages, num_bytes, continue_final_message=continue_final_message,
-                          chat_template_kwargs=getattr(request, "chat_template_kwargs", None))
+                          chat_template_kwargs=getattr(request, "chat_template_kwargs", None),
+                          tools=None if tools is None else tools.shown)
     if params.max_tokens is None:
         room = engine.default_max_tokens(len(prompt) // 4)
         if room >= 1:                           # else the engine refuses the prompt, with both numbers
             params = params.replace(max_tokens=room)
-    return ChatCall(engine, prompt, params, call_id, priority, cache_salt)
+    return ChatCall(engine, prompt, params, call_id, priority, cache_salt, tools)
 
 
 def _params(request: msgspec.Struct, renamed: Mapping[str, str]) -> SamplingParams:
@@ -70,6 +76,13 @@ def _params(request: msgspec.Struct, renamed: Mapping[str, str]) -> SamplingPara
         if theirs is None or exc.param is None:
             raise
         raise RequestError(str(exc).replace(exc.param, theirs, 1), theirs) from None
+
+
+def pieces_of(scanner: Scanner | None, text: str, is_final: bool) -> list[Piece]:
+    """New text of an answer, in which the scanner finds calls; None: it is all content."""
+    if scanner is None:
+        return [text] if text else []
+    return scanner.feed(text) + (scanner.finish() if is_final else [])
 
 
 def text_of(content: Any, where: str, kinds: tuple[str, ...]) -> str:

@@ -1,7 +1,7 @@
 """The Responses API: create (whole, streamed or in the background), retrieve, cancel, delete.
 
-One output item, a message of text. A stored response may be continued by previous_response_id; stored ones live in this
-process's memory only.
+The output is text and calls of functions. A stored response may be continued by previous_response_id; stored ones live
+in this process's memory only.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from frontend.openai.answers import Usage
-from frontend.openai.chat_call import ChatCall, make_call
+from frontend.openai.chat_call import ChatCall, make_call, pieces_of
 from frontend.openai.dialect import OPENAI
 from frontend.openai.engine import EngineLike
 from frontend.openai.errors import ErrorInfo, describe
@@ -24,9 +24,11 @@ from frontend.openai.exchange import Exchange
 from frontend.openai.generation import UsageCounter, check_engine, check_model, checked_finish, collect_answer
 from frontend.openai.response_store import ResponseStore, StoredResponse
 from frontend.openai.responses_events import ResponseEvents
-from frontend.openai.responses_protocol import (NEUTRAL, DeletedResponse, IncompleteDetails, OutputMessage, OutputText,
-                                                ResponseBody, ResponseError, ResponsesRequest, input_messages, usage_of)
+from frontend.openai.responses_items import OutputItems, chat_choice, chat_tools, input_messages
+from frontend.openai.responses_protocol import (NEUTRAL, DeletedResponse, IncompleteDetails, ResponseBody,
+                                                ResponseError, ResponsesRequest, usage_of)
 from frontend.openai.routes import Row
+from frontend.tools.request import ToolUse, tool_use
 from ipc.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -53,19 +55,26 @@ class _Run:
     def __init__(self, store: ResponseStore, caller: str, call: ChatCall, body: ResponseBody,
                  messages: list[dict[str, Any]]) -> None:
         self.store, self.caller, self.call, self.body, self.messages = store, caller, call, body, messages
-        self.item_id = f"msg_{secrets.token_hex(16)}"
+        self.items = OutputItems()
+        self.scanner = None if call.tools is None else call.tools.scanner()
         self.entry = StoredResponse(body, msgspec.json.encode(messages))
 
-    def finish(self, text: str, reason: str, usage: Usage) -> None:
-        """The answer is complete: fill the body, and keep it if it is to be kept."""
+    def feed(self, text: str, is_final: bool) -> bytes:
+        """New text of the answer; the events that tell of it."""
+        return self.items.feed(pieces_of(self.scanner, text, is_final))
+
+    def finish(self, reason: str, usage: Usage) -> bytes:
+        """The answer is complete: fill the body, and keep it if it is to be kept. The last item's events."""
         status = "incomplete" if reason == "length" else "completed"
         self.body.status = status
         self.body.incomplete_details = IncompleteDetails("max_output_tokens") if status == "incomplete" else None
-        self.body.output = [OutputMessage(self.item_id, status, [OutputText(text)])]
+        events = self.items.end(status)
+        self.body.output = self.items.items
         self.body.usage = usage_of(usage)
-        self.entry.conversation = msgspec.json.encode([*self.messages, {"role": "assistant", "content": text}])
+        self.entry.conversation = msgspec.json.encode([*self.messages, self.items.message()])
         if self.body.store:
             self.store.put(self.caller, self.entry)
+        return events
 
     def fail(self, info: ErrorInfo) -> None:
         """The answer will not be complete."""
@@ -91,13 +100,14 @@ async def create_response(store: ResponseStore, exchange: Exchange, engine: Engi
     # Instructions are of this response only: a later one brings its own.
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     call = await make_call(engine, request, system + messages, num_bytes, f"resp_{secrets.token_hex(16)}",
-                           exchange.cache_salt(request.cache_salt), RENAMED)
+                           exchange.cache_salt(request.cache_salt), RENAMED, tools=_tools(request, engine))
     body = ResponseBody(
         id=call.id, created_at=int(time.time()), model=engine.served_model_name, status="in_progress",
         instructions=request.instructions, max_output_tokens=request.max_output_tokens,
         previous_response_id=request.previous_response_id, metadata=request.metadata or {},
         temperature=call.params.temperature, top_p=call.params.top_p, store=request.store is not False,
-        background=bool(request.background), user=request.user)
+        background=bool(request.background), user=request.user, tools=request.tools or [],
+        tool_choice=request.tool_choice or "auto", parallel_tool_calls=request.parallel_tool_calls is not False)
     run = _Run(store, exchange.caller, call, body, messages)
     if request.background:
         store.check_running()
@@ -109,8 +119,18 @@ async def create_response(store: ResponseStore, exchange: Exchange, engine: Engi
         return
     else:
         [(choice, reason)], usage = await collect_answer(exchange, [call.run("final")], 1)
-        run.finish(choice.text, reason, usage)
+        run.feed(choice.text, True)
+        run.finish(reason, usage)
     await exchange.reply(200, msgspec.json.encode(body))
+
+
+def _tools(request: ResponsesRequest, engine: EngineLike) -> ToolUse | None:
+    try:
+        return tool_use(chat_tools(request.tools), chat_choice(request.tool_choice),
+                        request.parallel_tool_calls is not False, engine.tool_format)
+    except RequestError as error:               # this API's functions have their fields one level higher
+        raise RequestError(str(error).replace(".function.", "."), (error.param or "").replace(".function.", ".")
+                           or None) from None
 
 
 def _check_combination(request: ResponsesRequest) -> None:
@@ -125,7 +145,7 @@ def _check_combination(request: ResponsesRequest) -> None:
 
 
 async def _stream(exchange: Exchange, run: _Run) -> None:
-    events = ResponseEvents(run.body, run.item_id)
+    events = ResponseEvents(run.body, run.items)
 
     def error_events(info: ErrorInfo) -> bytes:
         run.fail(info)
@@ -134,7 +154,6 @@ async def _stream(exchange: Exchange, run: _Run) -> None:
     exchange.is_stream = True
     exchange.dialect = OPENAI._replace(events=error_events)
     counter = UsageCounter(1)
-    texts: list[str] = []
     is_started = False
     async with exchange.watch(), contextlib.aclosing(run.call.run("delta")) as outputs:
         async for output in outputs:
@@ -142,13 +161,10 @@ async def _stream(exchange: Exchange, run: _Run) -> None:
             data = b"" if is_started else events.start()
             is_started = True
             for choice in output.outputs:
-                if choice.text:
-                    texts.append(choice.text)
-                    data += events.delta(choice.text)
+                data += run.feed(choice.text, choice.finish_reason is not None)
                 if choice.finish_reason is not None:
-                    text = "".join(texts)
-                    run.finish(text, checked_finish(choice), counter.usage())
-                    data += events.end(text)
+                    data += run.finish(checked_finish(choice), counter.usage())
+                    data += events.end()
             if data:
                 await exchange.write(data)
         await exchange.end(b"")
@@ -162,7 +178,8 @@ async def _run_in_background(run: _Run) -> None:
             async for output in outputs:
                 counter.update(0, output)
                 for choice in output.outputs:
-                    run.finish(choice.text, checked_finish(choice), counter.usage())
+                    run.feed(choice.text, True)
+                    run.finish(checked_finish(choice), counter.usage())
     except Exception as exc:                    # nobody waits here: the response tells
         reply = describe(exc)
         if not reply.is_expected:

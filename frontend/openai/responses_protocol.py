@@ -1,6 +1,6 @@
-"""The bodies of the Responses API: structs, the table of fields not supported, and items to messages.
+"""The bodies of the Responses API: structs, and the table of fields not supported. Items are responses_items.py's.
 
-Text in, text out: tools, images, files and reasoning items are refused by name. Knows no engine.
+Images, files, reasoning items and tools other than functions are refused by name. Knows no engine.
 """
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from typing import Any
 import msgspec
 
 from frontend.openai.answers import Usage
-from frontend.openai.chat_call import text_of
 from frontend.openai.protocol import NeutralValues
-from ipc.errors import RequestError
-
-ROLES = ("user", "assistant", "system", "developer")
-PARTS = ("input_text", "output_text", "text")
+from frontend.openai.responses_items import OutputItem
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -30,7 +26,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     store: bool | None = None                   # default: true, in memory
     background: bool | None = None
     metadata: dict[str, str] | None = None
-    parallel_tool_calls: Any = None
+    tools: list[dict[str, Any]] | None = None   # functions
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None     # false: at most one call, where a grammar enforces calls
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
@@ -56,26 +54,8 @@ NEUTRAL: NeutralValues = {
     "access_programs": (), "background_options": (), "context_management": ([],), "conversation": (), "image": (),
     "include": ([], ["reasoning.encrypted_content"]), "max_tool_calls": (), "moderation": (), "prompt": (),
     "reasoning": ({}, {"effort": None, "summary": None}), "stream_options": ({}, {"include_obfuscation": False}),
-    "text": ({"format": {"type": "text"}}, {}), "tool_choice": ("auto", "none"), "tools": ([],),
-    "top_logprobs": (0,), "truncation": ("disabled",),
+    "text": ({"format": {"type": "text"}}, {}), "top_logprobs": (0,), "truncation": ("disabled",),
 }
-
-
-class OutputText(msgspec.Struct):
-    """A part of an output message."""
-    text: str
-    annotations: list[str] = []
-    logprobs: list[str] = []
-    type: str = "output_text"
-
-
-class OutputMessage(msgspec.Struct):
-    """The one output item."""
-    id: str
-    status: str                                 # in_progress, completed or incomplete
-    content: list[OutputText]
-    role: str = "assistant"
-    type: str = "message"
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -115,7 +95,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     created_at: int
     model: str
     status: str                                 # queued, in_progress, completed, incomplete, failed or cancelled
-    output: list[OutputMessage] = []
+    output: list[OutputItem] = []
     usage: ResponseUsage | None = None
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
@@ -129,8 +109,8 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     background: bool = False
     user: str | None = None
     parallel_tool_calls: bool = True
-    tool_choice: str = "auto"
-    tools: list[str] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    tools: list[dict[str, Any]] = []
     text: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}})
     truncation: str = "disabled"
     reasoning: dict[str, str | None] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
@@ -148,22 +128,3 @@ def usage_of(usage: Usage) -> ResponseUsage:
     """The counts under this API's names."""
     return ResponseUsage(usage.prompt_tokens, InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
                          usage.completion_tokens, OutputTokensDetails(), usage.total_tokens)
-
-
-def input_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The input as messages for the chat template. Raises RequestError that names the item."""
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    if not items:
-        raise RequestError("input is empty; send text or at least one message", "input")
-    messages = []
-    for index, item in enumerate(items):
-        where = f"input[{index}]"
-        kind, role = item.get("type", "message"), item.get("role")
-        if kind != "message":
-            raise RequestError(f"{where}.type is {str(kind)[:60]!r}; this server takes message", f"{where}.type")
-        if role not in ROLES:
-            raise RequestError(f"{where}.role is {str(role)[:60]!r}; known are {', '.join(ROLES)}", f"{where}.role")
-        messages.append({"role": "system" if role == "developer" else role,
-                         "content": text_of(item.get("content"), f"{where}.content", PARTS)})
-    return messages

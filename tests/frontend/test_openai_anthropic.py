@@ -77,7 +77,16 @@ def test_blocks_are_joined_neighbours_merged_and_a_last_answer_continued() -> No
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": None}, "max_tokens"),
     ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"tools": [{"name": "f"}]}, "tools"), ({"thinking": {"type": "enabled"}}, "thinking"), ({"top_p": 2}, "top_p")])
+    ({"tools": [{"name": "f g"}]}, "tools[0].name"),
+    ({"tools": [{"type": "bash_20250124", "name": "b"}]}, "tools[0].type"),
+    ({"tools": [{"name": "f", "input_schema": 3}]}, "tools[0].input_schema"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"), ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ({"messages": [*USER, {"role": "assistant", "content": [
+        {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "tool_result"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
+     "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+     "messages[0].content[0].tool_use_id"), ({"thinking": {"type": "enabled"}}, "thinking"), ({"top_p": 2}, "top_p")])
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
     response = create(**fields)
     body = response.json()

@@ -82,12 +82,17 @@ def test_input_items_become_messages() -> None:
 
 
 @pytest.mark.parametrize("fields, param", [
-    ({"input": []}, "input"), ({"input": 3}, "input"), ({"input": [{"type": "function_call"}]}, "input[0].type"),
+    ({"input": []}, "input"), ({"input": 3}, "input"), ({"input": [{"type": "reasoning"}]}, "input[0].type"),
     ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     ({"max_output_tokens": 0}, "max_output_tokens"), ({"temperature": -1}, "temperature"),
-    ({"tools": [{"type": "function"}]}, "tools"), ({"reasoning": {"effort": "high"}}, "reasoning"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"input": [{"type": "function_call"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call_output", "call_id": "a", "output": 3}]}, "input[0].output"),
+    ({"tools": [{"type": "function", "name": "f"}], "tool_choice":
+        {"type": "function", "name": "g"}}, "tool_choice"),
+    ({"reasoning": {"effort": "high"}}, "reasoning"),
     ({"text": {"format": {"type": "json_schema"}}}, "text"), ({"truncation": "auto"}, "truncation"),
     ({"background": True, "stream": True}, "background"), ({"background": True, "store": False}, "store"),
     ({"priority": 2**40}, "priority"), ({"cache_salt": ""}, "cache_salt")])
