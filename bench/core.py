@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.core_recorder import recording
 from bench.stats import median, print_json
 from engine_core.core import EngineCore
 from engine_core.recorder import COMMIT, HANDLE, Recorder
@@ -53,10 +54,12 @@ class Loop:
         cache = CacheConfig()
         ready = WorkerReady(blocks, 0, max_len, VOCAB, [VOCAB - 1], "float32", "null")
         self.core = EngineCore(scheduler, cache, ready, b"k" * 32)
-        self.recorder = Recorder(self.core, Origin(scheduler, cache, ready, b"k" * 32))
+        self.origin = Origin(scheduler, cache, ready, b"k" * 32)
+        self.recorder = Recorder(self.core, self.origin)
         self.state = RequestState(rows, max_len, 16)
         self.builder = BatchBuilder(self.state, max(8192, rows))
         self.rng = np.random.default_rng(0)
+        self.clock = cpu_us
         self.times: dict[str, list[float]] = {name: [] for name in PARTS}
         self.plan_bytes = self.result_bytes = 0
         params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=None, seed=1, stop_token_ids=[5])
@@ -337,6 +340,7 @@ def against_vllm(python: str, steps: int) -> dict[str, Any] | None:
 def sections(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "round_trip_us", lambda: round_trip(256, args.steps)
     yield "growth_512_to_32k", lambda: growth(args.steps)
+    yield "recorder", lambda: recording(Loop(256, 512, spare_tokens=4 * args.steps + 4096), args.steps)
     yield "admit_us", lambda: admission(15)
     yield "enqueue_us", enqueueing
     yield "core_process", core_process

@@ -10,6 +10,7 @@ from __future__ import annotations
 MAX_PER_KEY = 4                                 # newest win
 
 Key = tuple[bytes, bytes]
+Entry = tuple[Key, bytes, int]                  # key, tokens, order of arrival
 
 
 class PartialIndex:
@@ -17,7 +18,8 @@ class PartialIndex:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self._entry: list[tuple[Key, bytes] | None] = [None] * (num_blocks + 1)
+        self._entry: list[Entry | None] = [None] * (num_blocks + 1)
+        self._num_added = 0
         self._blocks: dict[Key, list[int]] = {}
 
     def add(self, block: int, parent: bytes, tokens: bytes) -> None:
@@ -29,7 +31,8 @@ class PartialIndex:
         if len(blocks) >= MAX_PER_KEY:
             self._entry[blocks.pop(0)] = None
         blocks.append(block)
-        self._entry[block] = (key, tokens)
+        self._num_added += 1
+        self._entry[block] = (key, tokens, self._num_added)
 
     def remove(self, block: int) -> None:
         entry = self._entry[block]
@@ -44,10 +47,9 @@ class PartialIndex:
         self._entry = [None] * len(self._entry)
         self._blocks.clear()
 
-    def entries(self) -> list[tuple[bytes, int, bytes]]:
-        """(parent, block, tokens) of all, in an order in which adding them again gives the same index."""
-        return [(key[0], block, entry[1]) for key, blocks in self._blocks.items() for block in blocks
-                if (entry := self._entry[block]) is not None]
+    def entries(self) -> list[Entry | None]:
+        """What is known of each block, for `in_order`. A copy by reference: cheap, and final."""
+        return self._entry.copy()
 
     def find(self, parent: bytes, tokens: bytes, exclude: set[int]) -> tuple[int, int]:
         """(block, number of its leading tokens that equal `tokens`), (0, 0) when there is none."""
@@ -60,6 +62,12 @@ class PartialIndex:
             if count > best[1]:
                 best = (block, count)
         return best
+
+
+def in_order(entries: list[Entry | None]) -> list[tuple[bytes, int, bytes]]:
+    """(parent, block, tokens) of all, in an order in which adding them again gives the same index."""
+    found = sorted((entry[2], entry[0][0], block, entry[1]) for block, entry in enumerate(entries) if entry is not None)
+    return [(parent, block, tokens) for _, parent, block, tokens in found]
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:

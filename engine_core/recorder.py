@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from engine_core.core import EngineCore
-from engine_core.snapshot import Origin, take
+from engine_core.snapshot import Frozen, Origin, take
 from ipc.codec import HEADER
 
 HANDLE, COMMIT, ABORT_STEP, PLAN, GONE, WORKER_LOST = range(6)
@@ -50,7 +50,7 @@ class Recorder:
                  segment_bytes: int = SEGMENT_BYTES, num_segments: int = NUM_SEGMENTS) -> None:
         self._core, self._origin = core, origin
         self._segment_events, self._segment_bytes = segment_events, segment_bytes
-        self._segments: deque[tuple[bytes, list[Any]]] = deque(maxlen=num_segments)
+        self._segments: deque[tuple[Frozen, list[Any]]] = deque(maxlen=num_segments)
         self._events: list[Any] = []
         self._num_bytes = 0
         self._begin()
@@ -85,7 +85,7 @@ class Recorder:
 
     def dump(self, path: str) -> str:
         """Write what is kept, readable by the user alone (it holds prompts). Returns the path."""
-        segments = [Segment(snapshot, [(what, number, [bytes(f) for f in frames]) for what, number, frames in events])
+        segments = [Segment(snapshot.encode(), [(what, number, [bytes(f) for f in frames]) for what, number, frames in events])
                     for snapshot, events in self._segments]
         data = msgspec.msgpack.encode(Recording(self._origin, segments))
         with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:

@@ -6,6 +6,7 @@ and the run's hash key; whoever stores it keeps it private.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import OrderedDict
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 
 from engine_core.core import EngineCore
+from engine_core.partial_index import in_order
 from engine_core.request import Request, RequestStatus
 from ipc.config import CacheConfig, SchedulerConfig
 from ipc.messages import AddRequest, WorkerReady
@@ -20,6 +22,8 @@ from ipc.sampling_params import SamplingParams
 
 _DERIVED = ("__weakref__", "params", "stop_token_ids", "row", "tokens", "status")
 _FIELDS = tuple(name for name in Request.__slots__ if name not in _DERIVED)
+_PLAIN = tuple(name for name in _FIELDS if name not in ("blocks", "hashes"))    # values that are replaced, not changed
+_values = operator.attrgetter(*_PLAIN)
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -65,30 +69,59 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     unclaimed: list[int]
 
 
-def take(core: EngineCore) -> bytes:
+class Frozen:
+    """The state of a core at one moment, not yet bytes: taken in passing, encoded only when someone wants to read it.
+
+    Columns are copied by reference. A request's tokens and hashes only ever grow in place, so it is enough to note how
+    many there are.
+    """
+
+    __slots__ = ("_scalars", "_requests", "_running", "_computed", "_prefilling", "_suspects", "_moves", "_free_queue",
+                 "_block_hash", "_partial", "_host_free", "_host_returned", "_costs", "_stats", "_version",
+                 "_num_evicted", "_kept", "_unclaimed")
+
+    def __init__(self, core: EngineCore) -> None:
+        scheduler = core.scheduler
+        rows, blocks = scheduler.rows, scheduler.blocks
+        self._scalars = (core.step, core.committed_step, core._arrivals, [core._needs_reset, core._is_blocked, core._is_stale],
+                         scheduler.num_batch_faults, scheduler.cache_epoch)
+        self._running = [r for r in rows.request[:rows.n] if r is not None]
+        for request in self._running:
+            rows.flush(request)
+        self._requests = [(r, len(r.tokens), r.hashes, len(r.hashes), r.blocks.copy(), r.status, _values(r))
+                          for r in core.requests.values()]
+        self._computed: list[int] = rows.computed[:rows.n].tolist()
+        self._prefilling = sorted(r.request_id for r in scheduler.prefilling)
+        self._suspects = [r.request_id for r in scheduler.suspects]
+        self._moves = list(rows.moves)
+        self._free_queue = list(blocks.free_queue)
+        self._block_hash = blocks.block_hash.copy()
+        self._partial = blocks.partial.entries() if blocks.partial is not None else []
+        self._host_free, self._host_returned = list(scheduler.host._free), list(scheduler.host._returned)
+        self._costs, self._stats = scheduler.costs.state(), dataclasses.asdict(scheduler.stats)
+        self._version, self._num_evicted = blocks.version, blocks.num_evicted
+        self._kept, self._unclaimed = core.kept.rows.copy(), blocks.unclaimed.copy()
+
+    def encode(self) -> bytes:
+        requests = []
+        for r, num_bytes, hashes, num_hashes, blocks, status, values in self._requests:
+            state = dict(zip(_PLAIN, values), blocks=blocks, hashes=hashes[:num_hashes])
+            requests.append(RequestState(r.params, bytes(r.tokens[:num_bytes]), int(status),
+                                         [state[name] for name in _FIELDS]))
+        return msgspec.msgpack.encode(Snapshot(
+            *self._scalars, requests, [r.request_id for r in self._running], self._computed, self._prefilling,
+            self._suspects, self._moves, np.array(self._free_queue, np.int32).tobytes(),
+            [(block, h) for block, h in enumerate(self._block_hash) if h is not None], in_order(self._partial),
+            self._host_free, self._host_returned, self._costs, self._stats, self._version, self._num_evicted,
+            self._kept, sorted(self._unclaimed)))
+
+
+def take(core: EngineCore) -> Frozen:
     """Raises RuntimeError while a plan is in flight."""
-    scheduler = core.scheduler
-    rows, blocks = scheduler.rows, scheduler.blocks
-    if rows.in_flight:
-        raise RuntimeError(f"snapshot with {len(rows.in_flight)} plans in flight")
-    scheduler.settle()
-    running = [r for r in rows.request[:rows.n] if r is not None]
-    for request in running:
-        rows.flush(request)
-    partial = blocks.partial.entries() if blocks.partial is not None else []
-    return msgspec.msgpack.encode(Snapshot(
-        core.step, core.committed_step, core._arrivals, [core._needs_reset, core._is_blocked, core._is_stale],
-        scheduler.num_batch_faults, scheduler.cache_epoch,
-        [RequestState(r.params, bytes(r.tokens), int(r.status), [getattr(r, name) for name in _FIELDS])
-         for r in core.requests.values()],
-        [r.request_id for r in running], rows.computed[:rows.n].tolist(),
-        sorted(r.request_id for r in scheduler.prefilling), [r.request_id for r in scheduler.suspects],
-        list(rows.moves),
-        np.fromiter(blocks.free_queue, np.int32, len(blocks.free_queue)).tobytes(),
-        [(block, h) for block, h in enumerate(blocks.block_hash) if h is not None], partial,
-        list(scheduler.host._free), list(scheduler.host._returned),
-        scheduler.costs.state(), dataclasses.asdict(scheduler.stats),
-        blocks.version, blocks.num_evicted, core.kept.rows, sorted(blocks.unclaimed)))
+    if core.scheduler.rows.in_flight:
+        raise RuntimeError(f"snapshot with {len(core.scheduler.rows.in_flight)} plans in flight")
+    core.scheduler.settle()
+    return Frozen(core)
 
 
 def restore(origin: Origin, data: bytes) -> EngineCore:
