@@ -94,7 +94,7 @@ class Loop:
         t4 = cpu_us()
         tokens = np.full(len(batch.sample_rows) if batch is not None else 0, 77, np.int32)
         t5 = cpu_us()
-        column = builder.advance(batch, tokens)
+        column, _ = builder.advance(batch, tokens)
         t6 = cpu_us()
         result = codec.encode(_result(plan.step, column), 1, plan.step)
         t7 = cpu_us()

@@ -30,7 +30,7 @@ def serve(address: str, rows: int, max_len: int = 8192) -> None:
             state.apply(plan)
             batch = builder.build(plan)
             prepared = time.monotonic_ns()
-            column = builder.advance(batch, token[: len(batch.sample_rows)] if batch is not None else token[:0])
+            column, _ = builder.advance(batch, token[: len(batch.sample_rows)] if batch is not None else token[:0])
             link.send(
                 ModelRunnerOutput(plan.step, memoryview(column).cast("B"), received_ns=received, prepared_ns=prepared)
             )

@@ -51,6 +51,11 @@ class SimRow:
     blocks: list[int]
     is_reusable: bool = True
 
+    def extend(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self.tokens.append(token)
+            self.history.append(extend_history(self.history[-1], token))
+
 
 class WrongReadError(AssertionError):
     """A step would have read a slot that does not hold the request's own history."""
@@ -59,8 +64,10 @@ class WrongReadError(AssertionError):
 class SimWorker:
     """Executes plans. `num_blocks` usable blocks as in WorkerReady."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, vocab_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, vocab_size: int,
+                 num_speculative_tokens: int = 0) -> None:
         self.block_size, self.vocab_size = block_size, vocab_size
+        self.num_speculative_tokens = num_speculative_tokens
         self.pool = [[-1] * block_size for _ in range(num_blocks + 1)]
         self.host = [[-1] * block_size for _ in range(num_host_blocks)]
         self.rows: list[SimRow] = []
@@ -72,6 +79,15 @@ class SimWorker:
         self.apply(plan)
         counts: dict[int, int] = {row: n for row, n in np.frombuffer(plan.counts, np.int32).reshape(-1, 2).tolist()}
         size, pool = self.block_size, self.pool
+        drafts: dict[int, list[int]] = {}
+        for index, token in np.frombuffer(plan.spec_token_ids, np.int32).reshape(-1, 2).tolist():
+            drafts.setdefault(index, []).append(token)
+        for index, proposed in drafts.items():
+            row = self.rows[index]
+            if row.computed + 1 != len(row.tokens) or counts[index] != 1 + len(proposed):
+                raise WrongReadError(f"step {plan.step}: {row.request_id} verifies {proposed} at {row.computed} of "
+                                     f"{len(row.tokens)} tokens, {counts[index]} computed")
+            row.extend(proposed)
         work = []
         for index, row in enumerate(self.rows):
             n = counts.get(index, 1)
@@ -88,14 +104,45 @@ class SimWorker:
             row.computed = end
             work.append((index, row))
         tokens = [-1] * len(self.rows)
+        accepted: list[int] = []
+        proposals: list[int] = []
         for index, row in work:
             self._check(plan.step, row)
             if row.computed == len(row.tokens):
-                token = next_token(row.history[-1], self.vocab_size)
-                tokens[index] = token
-                row.tokens.append(token)
-                row.history.append(extend_history(row.history[-1], token))
-        return ModelRunnerOutput(plan.step, np.array(tokens, np.int32).data.cast("B"), EMPTY)
+                got = self._verify(row, drafts.get(index, []))
+                tokens[index] = got[0]
+                accepted += [x for token in got[1:] for x in (index, token)]
+                proposals += [x for token in self._propose(row) for x in (index, token)]
+        return ModelRunnerOutput(plan.step, np.array(tokens, np.int32).data.cast("B"), EMPTY,
+                                 accepted=np.array(accepted, np.int32).data.cast("B") if accepted else EMPTY,
+                                 spec_token_ids=np.array(proposals, np.int32).data.cast("B") if proposals else EMPTY)
+
+    def _verify(self, row: SimRow, drafts: list[int]) -> list[int]:
+        """The right tokens after the row's newest, as far as the drafts were right, and one more."""
+        known = len(row.tokens) - len(drafts)
+        got: list[int] = []
+        for i in range(len(drafts) + 1):
+            got.append(next_token(row.history[known - 1 + i], self.vocab_size))
+            if i < len(drafts) and got[i] != drafts[i]:
+                break
+        del row.tokens[known:], row.history[known:]
+        row.extend(got)
+        if drafts:
+            row.computed = len(row.tokens) - 1
+            del row.blocks[-(-len(row.tokens) // self.block_size):]
+        return got
+
+    def _propose(self, row: SimRow) -> list[int]:
+        """Drafts that depend on the history alone: none, right ones, and such that go wrong somewhere."""
+        limit, h = self.num_speculative_tokens, row.history[-1]
+        if not limit or h % 3 == 0:
+            return []
+        found, num_right = [], h // 3 % (limit + 1)
+        for i in range(1 + h // 100 % limit):
+            token = next_token(h, self.vocab_size)
+            found.append(token if i < num_right else (token + 1) % self.vocab_size)
+            h = extend_history(h, found[-1])
+        return found
 
     def _check(self, step: int, row: SimRow) -> None:
         size, pool, history = self.block_size, self.pool, row.history

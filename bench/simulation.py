@@ -77,6 +77,7 @@ class Options:
     enable_prefix_caching: bool | None = None
     preemption_mode: str | None = None
     policy: str | None = None
+    speculation: int | None = None  # drafts a step
     num_requests: int | None = None
     bounded_queue: bool = True
     max_rounds: int = 20_000
@@ -96,6 +97,7 @@ class Statistics:
     num_late: int = 0
     num_aborted: int = 0
     num_hit_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_checked_slots: int = 0
 
     def __iadd__(self, other: Statistics) -> Statistics:
@@ -124,7 +126,17 @@ class FaultyWorker(SimWorker):
         for i in bad:
             self.rows[i].is_reusable = False
             tokens[i] = -1  # the row goes on with some token: plans in flight still compute it
-        return ModelRunnerOutput(plan.step, pack(tokens), pack(bad) if bad else EMPTY)
+        accepted, proposals = (
+            [x for pair in zip(column[::2], column[1::2]) if pair[0] not in bad for x in pair]
+            for column in (unpack(result.accepted), unpack(result.spec_token_ids))
+        )
+        return ModelRunnerOutput(
+            plan.step,
+            pack(tokens),
+            pack(bad) if bad else EMPTY,
+            accepted=pack(accepted),
+            spec_token_ids=pack(proposals),
+        )
 
     def _check(self, step: int, row: SimRow) -> None:
         if self.hit:  # rows are checked when all have written: spread to a fixed point
@@ -194,6 +206,9 @@ class Simulation:
         self.max_model_len = rng.choice([40, 500])
         self.budget = rng.choice([4, 8, 16, 64, 256])
         is_async = rng.random() < 0.6
+        spec_rng = random.Random(seed * 2 + 1)  # of its own: older seeds keep their requests
+        num_drafts = spec_rng.choice([0, 0, 1, 3, 6])
+        num_drafts = min(num_drafts if options.speculation is None else options.speculation, self.block_size - 1)
         scheduler = SchedulerConfig(
             max_num_seqs=rng.choice([1, 2, 5, 16]),
             max_num_batched_tokens=self.budget,
@@ -206,6 +221,8 @@ class Simulation:
             max_num_queued_reqs=rng.choice([0, 0, 8]) if options.bounded_queue else 0,
             max_num_queued_tokens=rng.choice([0, 0, 300]) if options.bounded_queue else 0,
             async_scheduling=is_async if options.async_scheduling is None else options.async_scheduling,
+            max_plans_in_flight=spec_rng.choice([2, 2, 3, 4]),
+            num_speculative_tokens=num_drafts,
         )
         caching = rng.random() < 0.8
         cache = CacheConfig(
@@ -214,7 +231,7 @@ class Simulation:
             enable_partial_reuse=rng.random() < 0.7,
             enable_prefix_caching=caching if options.enable_prefix_caching is None else options.enable_prefix_caching,
         )
-        self.sizes = (self.num_blocks, self.block_size, num_host, VOCAB)
+        self.sizes = (self.num_blocks, self.block_size, num_host, VOCAB, num_drafts)
         self.seats = min(scheduler.max_num_seqs, self.budget)
         self.ready = WorkerReady(
             self.num_blocks,
@@ -265,6 +282,7 @@ class Simulation:
         mine.num_preemptions += stats.num_preemptions
         mine.num_kept_tokens += stats.num_replayed_hit_tokens
         mine.num_swapped_blocks, mine.num_hit_tokens = stats.num_swapped_out_blocks, stats.num_hit_tokens
+        mine.num_accepted_tokens += stats.num_accepted_tokens
         mine.num_checked_slots += self.worker.num_checked_slots
         return mine
 

@@ -99,11 +99,15 @@ class BlockManager:
                 free_queue[block] = None
 
     def trim(self, blocks: list[int], keep: int) -> None:
-        """Give back blocks[keep:] (rejected drafts, undone steps), in place. What they hold is not found again."""
+        """Give back blocks[keep:] (rejected drafts, undone steps), in place. What they hold is not found again, so they
+        are the first to be handed out."""
         for block in blocks[keep:]:
             if self.ref_count[block] == 1:
                 self.unpublish(block)
         self.free(blocks[keep:])
+        for block in blocks[keep:]:
+            if self.ref_count[block] == 0:
+                self.free_queue.move_to_end(block, last=False)
         del blocks[keep:]
 
     # ------------------------------------------------------------ the cache map

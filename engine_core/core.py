@@ -58,7 +58,7 @@ class EngineCore:
                                    num_host_slots=ready.num_host_blocks, max_model_len=ready.max_model_len,
                                    swap_block_ns=ready.swap_block_ns)
         self.stop = StopChecker(ready.eos_token_ids, ready.vocab_size)
-        self.window = 2 if scheduler_config.async_scheduling else 1
+        self.window = scheduler_config.max_plans_in_flight if scheduler_config.async_scheduling else 1
         self.requests: dict[int, Request] = {}
         self.kept = KeptRows()
         self.outbox = Outbox()
@@ -220,11 +220,16 @@ class EngineCore:
                 plan.advance = _pack([x for request, count in step.advance for x in (request.row, count)])
         plan.stale, self._is_stale = self._is_stale, False
         rows.moves.clear()
-        if step.chunks or step.idle:
+        if step.drafts:
+            plan.spec_token_ids = _pack([x for request, drafts in step.drafts for token in drafts
+                                         for x in (request.row, token)])
+        if step.chunks or step.idle or step.drafts:
             # A chunk of one token is named too when its prompt goes on: a row that is not named samples.
             ends = record.samples if record.samples is not None else np.ones(rows.n, bool)
             plan.counts = _pack([x for request, count in step.chunks if count != 1 or not ends[request.row]
                                  for x in (request.row, count)]
+                                + [x for request, drafts in step.drafts if drafts
+                                   for x in (request.row, 1 + len(drafts))]
                                 + [x for request in step.idle for x in (request.row, 0)])
         return plan
 
@@ -265,13 +270,15 @@ class EngineCore:
         record = in_flight[0]
         tokens = np.frombuffer(result.tokens, np.int32)
         bad = np.frombuffer(result.bad_rows, np.int32)
-        scheduler.costs.observe(record.num_tokens, record.num_rows, result.device_ns)
+        if record.drafted is None:
+            scheduler.costs.observe(record.num_tokens, record.num_rows, result.device_ns)
         failed = {f.row: f for f in result.failed}
         errors = {request: (f.error_code, f.message) for row, f in failed.items()
                   if (request := owner(scheduler, record, row)) is not None}
         extras = self._extras(record, result)   # before rows move
         news = update(scheduler, self.stop, tokens, bad, np.fromiter(failed, np.int32, len(failed)),
-                      np.frombuffer(result.ended_rows, np.int32))
+                      np.frombuffer(result.ended_rows, np.int32), np.frombuffer(result.accepted, np.int32),
+                      np.frombuffer(result.spec_token_ids, np.int32))
         self._is_blocked = False
         self.committed_step = result.step
         self.outbox.tokens(news.ids, news.index, news.tokens)

@@ -79,7 +79,8 @@ def _smooth(old: float, new: float) -> float:
 
 def preempt(scheduler: Scheduler, request: Request, step: Step) -> None:
     """Take a running request out of the batch. A victim is never part of `step`; the caller sees to it."""
-    planned = int(scheduler.rows.planned[request.row])
+    rows = scheduler.rows
+    planned = int(rows.planned[request.row] - rows.drafted[request.row])    # a draft in flight may turn out wrong
     if planned and _wants_swap(scheduler, request, planned):
         used = request.blocks[:scheduler.blocks.blocks_for(planned)]
         slots = scheduler.host.take(len(used))

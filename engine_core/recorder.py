@@ -85,7 +85,8 @@ class Recorder:
 
     def dump(self, path: str) -> str:
         """Write what is kept, readable by the user alone (it holds prompts). Returns the path."""
-        segments = [Segment(snapshot.encode(), [(what, number, [bytes(f) for f in frames]) for what, number, frames in events])
+        segments = [Segment(snapshot.encode(),
+                            [(what, number, [bytes(f) for f in frames]) for what, number, frames in events])
                     for snapshot, events in self._segments]
         data = msgspec.msgpack.encode(Recording(self._origin, segments))
         with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:

@@ -27,7 +27,8 @@ class PlanRecord:
     """What commit and undo need to know of a plan in flight."""
 
     __slots__ = ("step", "num_rows", "counts", "samples", "current", "inverse", "is_moved", "detached", "published",
-                 "swapped_in", "swapped_out", "begin_ns", "end_ns", "sent_ns", "num_tokens", "num_prefill_tokens")
+                 "swapped_in", "swapped_out", "begin_ns", "end_ns", "sent_ns", "num_tokens", "num_prefill_tokens",
+                 "drafted")
 
     def __init__(self, step: int, num_rows: int, counts: np.ndarray | None, samples: np.ndarray | None,
                  num_tokens: int, num_prefill_tokens: int = 0) -> None:
@@ -44,6 +45,7 @@ class PlanRecord:
         self.published: list[tuple[int, bytes]] = []    # provisional until this plan commits
         self.swapped_in: list[tuple[Request, int]] = [] # request, tokens that do not depend on the swap
         self.swapped_out: list[Request] = []
+        self.drafted: np.ndarray | None = None  # int64 per row: drafts among `counts`; None: nobody has any
         self.begin_ns = self.end_ns = self.sent_ns = 0
 
 
@@ -66,6 +68,9 @@ class Rows:
         self.ids = np.zeros(seats, I64)
         self.priority = np.zeros(seats, I64)
         self.arrival = np.zeros(seats, I64)
+        self.num_spec = np.zeros(seats, I64)    # drafts that its next step may verify (Request.spec_token_ids)
+        self.drafted = np.zeros(seats, I64)     # drafts in flight: planned and length count them, though they may fail
+        self.holds = np.zeros(seats, bool)      # planned only when no result is awaited (speculation.py)
         self.ignore_eos = np.zeros(seats, bool)
         self.has_stop_ids = np.zeros(seats, bool)
         self.num_with_stop_ids = 0
@@ -78,7 +83,7 @@ class Rows:
         self.iota = np.arange(seats, dtype=I32)
         self._columns = (self.computed, self.planned, self.known, self.length, self.limit, self.floor, self.capacity,
                          self.prompt, self.ids, self.priority, self.arrival, self.ignore_eos, self.has_stop_ids,
-                         self.stop_ids, self.has_many_stop_ids)
+                         self.stop_ids, self.has_many_stop_ids, self.num_spec, self.drafted, self.holds)
         self.moves: list[int] = []              # pairs (row, last) for the next plan
         self.in_flight: list[PlanRecord] = []   # oldest first
 
@@ -94,6 +99,8 @@ class Rows:
         self.limit[row] = request.max_total_tokens
         self.floor[row] = request.min_total_tokens
         self.capacity[row] = capacity
+        self.num_spec[row] = len(request.spec_token_ids)
+        self.drafted[row], self.holds[row] = 0, False
         self.prompt[row] = request.num_prompt_tokens
         self.ids[row] = request.request_id
         self.priority[row], self.arrival[row] = order
@@ -116,6 +123,7 @@ class Rows:
         """
         row, last = request.row, self.n - 1
         self.flush(request)
+        request.spec_token_ids = []
         self.num_with_stop_ids -= bool(self.has_stop_ids[row])
         for record in self.in_flight:
             self._follow_move(record, row, last, request)
@@ -182,6 +190,11 @@ class Rows:
         n = self.n
         self.planned[:n] = self.computed[:n]
         self.length[:n] = self.known[:n]
+        self.drafted[:n] = self.num_spec[:n] = 0
+        self.holds[:n] = False
+        for request in self.request[:n]:
+            if request is not None:
+                request.spec_token_ids = []
 
     def in_order(self) -> list[Request]:
         """Running requests, the one to keep longest first."""
@@ -198,6 +211,6 @@ class Rows:
             request = self.request[row]
             if (request is None) != (row >= n) or (request is not None and (
                     request.row != row or request.status != RequestStatus.RUNNING
-                    or self.ids[row] != request.request_id
+                    or self.ids[row] != request.request_id or self.num_spec[row] != len(request.spec_token_ids)
                     or self.capacity[row] != len(request.blocks) * self.block_size)):
                 raise RuntimeError(f"row {row} of {n} does not agree with its request {request}")

@@ -20,6 +20,7 @@ from engine_core.policies import LongestPrefixQueue, WaitingQueue
 from engine_core.preemption import CostModel, make_room_for_urgent, preempt
 from engine_core.request import Request, RequestStatus
 from engine_core.rows import PlanRecord, Rows
+from engine_core.speculation import blocks_for_drafts, drop_drafts, plan_drafts, promise_drafts, rows_on_hold
 from engine_core.stats import SchedulerStats
 from ipc.config import SchedulerConfig
 
@@ -31,13 +32,14 @@ class Step:
     """What one call of `schedule` decided. Requests, not rows: rows may still move until all of it is known."""
 
     __slots__ = ("extend", "chunks", "advance", "new", "swap_out", "swap_in", "copies", "preempted", "published",
-                 "swapped_in", "swapped_out", "idle")
+                 "swapped_in", "swapped_out", "idle", "drafts")
 
     def __init__(self) -> None:
         self.extend: list[tuple[Request, int]] = []         # blocks appended to tables
         self.chunks: list[tuple[Request, int]] = []         # requests in mid-prompt and how much of it
         self.advance: list[tuple[Request, int]] = []        # tokens adopted from the cache in mid-prompt
         self.idle: list[Request] = []                       # rows that compute nothing
+        self.drafts: list[tuple[Request, list[int]]] = []   # rows that verify these besides their newest token
         self.new: list[Request] = []
         self.swap_out: list[int] = []                       # pairs (block, host slot)
         self.swap_in: list[int] = []                        # pairs (host slot, block)
@@ -239,6 +241,7 @@ class Scheduler:
             self.settle()                                   # someone may adopt these blocks
         budget = self.config.max_num_batched_tokens
         if self.suspects:
+            drop_drafts(self.rows, self.rows.num_spec[:self.rows.n].nonzero()[0].tolist())
             if self._serve_suspect(step, budget):
                 return step
         if self.config.policy == "priority":
@@ -253,7 +256,8 @@ class Scheduler:
     def promise(self, step: Step, number: int) -> PlanRecord | None:
         """Enter the step into the columns and return its record, or None when it computes nothing at all."""
         rows, n = self.rows, self.rows.n
-        if not step.chunks and not step.idle:
+        drafted = None
+        if not step.chunks and not step.idle and not step.drafts:
             counts = samples = None
             if n == 0 and not step.swap_out:
                 return None
@@ -266,6 +270,8 @@ class Scheduler:
                 counts[request.row] = count
             for request in step.idle:
                 counts[request.row] = 0
+            if step.drafts:
+                drafted = promise_drafts(rows, step, counts)
             num_tokens = int(counts.sum())
             if num_tokens == 0 and not step.swap_out:
                 return None
@@ -279,6 +285,7 @@ class Scheduler:
                 if samples[request.row]:
                     self.prefilling.discard(request)
         record = PlanRecord(number, n, counts, samples, num_tokens, sum(count for _, count in step.chunks))
+        record.drafted = drafted
         record.published, record.swapped_in, record.swapped_out = step.published, step.swapped_in, step.swapped_out
         rows.in_flight.append(record)
         stats = self.stats
@@ -291,13 +298,17 @@ class Scheduler:
         rows, blocks, n = self.rows, self.blocks, self.rows.n
         prefilling = self.prefilling
         ending = rows.length[:n] >= rows.limit[:n]          # their last token is in flight
+        with_drafts: list[int] = []
+        if self.config.num_speculative_tokens:
+            ending |= rows_on_hold(rows)
+            with_drafts = ((rows.num_spec[:n] > 0) & ~ending).nonzero()[0].tolist()
         idle = ending.nonzero()[0].tolist() if ending.any() else []
         need = (rows.planned[:n] == rows.capacity[:n]).nonzero()[0].tolist()
         request_of = rows.request
-        if need and (prefilling or idle):
-            need = [r for r in need if request_of[r] not in prefilling and r not in idle]
+        if need and (prefilling or idle or with_drafts):
+            need = [r for r in need if request_of[r] not in prefilling and r not in idle and r not in with_drafts]
         budget -= n - len(prefilling) - len(idle)
-        chunks, wanted = [], len(need)
+        chunks, wanted = [], len(need) + blocks_for_drafts(self, with_drafts)
         if prefilling:
             left = budget
             for request in sorted(prefilling, key=self.waiting.key):
@@ -307,7 +318,12 @@ class Scheduler:
                 chunks.append((request, count, fresh))
                 wanted += fresh
         if wanted > blocks.num_free:
+            drop_drafts(rows, with_drafts)
             return self._serve_tight(step, budget)
+        if with_drafts:
+            reserved = sum(fresh for _, _, fresh in chunks) + len(need)
+            budget = plan_drafts(self, with_drafts, step, budget)
+            wanted = reserved
         for r in need:
             request = request_of[r]
             if request is None:
@@ -351,7 +367,7 @@ class Scheduler:
         got = blocks.allocate(fresh, adopted)
         if got is None:
             raise RuntimeError(f"{fresh} blocks were promised and {blocks.num_free} are free")
-        self._extend(step, request, adopted + got)
+        self.extend(step, request, adopted + got)
         if adopted:
             step.advance.append((request, len(adopted) * size))
             request.num_published = have + len(adopted)
@@ -360,7 +376,7 @@ class Scheduler:
         self.publish_planned(request, start + count, step)
         return count
 
-    def _extend(self, step: Step, request: Request, new: list[int]) -> None:
+    def extend(self, step: Step, request: Request, new: list[int]) -> None:
         if new:
             request.blocks += new
             step.extend += [(request, block) for block in new]
@@ -376,7 +392,7 @@ class Scheduler:
             row = request.row
             index += 1
             planned, length = int(rows.planned[row]), int(rows.length[row])
-            if length >= int(rows.limit[row]):
+            if length >= int(rows.limit[row]) or (rows.holds[row] and length > rows.known[row]):
                 step.idle.append(request)
                 continue
             is_prefill = request in self.prefilling
@@ -393,7 +409,7 @@ class Scheduler:
                 if victim is request:
                     return 0                                # the last in order; nobody behind it to ask
                 got = blocks.allocate(fresh)
-            self._extend(step, request, got)
+            self.extend(step, request, got)
             if is_prefill:
                 prefill_budget -= count
                 step.chunks.append((request, count))
@@ -414,7 +430,7 @@ class Scheduler:
             count = 0 if length >= int(rows.limit[request.row]) else self.chunk(length - planned, budget)
             fresh = max(self.blocks.blocks_for(planned + count) - len(request.blocks), 0)
             self._until_it_fits(step, request, lambda: self.blocks.num_free >= fresh)
-            self._extend(step, request, self.blocks.allocate(fresh) or [])
+            self.extend(step, request, self.blocks.allocate(fresh) or [])
             if count > 0:
                 step.chunks.append((request, count))
                 self.publish_planned(request, planned + count, step)

@@ -55,6 +55,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     computed: list[int]                         # of the rows
     prefilling: list[int]
     suspects: list[int]
+    holds: list[bool]                           # of the rows
     moves: list[int]
     free_queue: bytes                           # int32
     hashes: list[tuple[int, bytes]]
@@ -76,15 +77,16 @@ class Frozen:
     many there are.
     """
 
-    __slots__ = ("_scalars", "_requests", "_running", "_computed", "_prefilling", "_suspects", "_moves", "_free_queue",
-                 "_block_hash", "_partial", "_host_free", "_host_returned", "_costs", "_stats", "_version",
-                 "_num_evicted", "_kept", "_unclaimed")
+    __slots__ = ("_scalars", "_requests", "_running", "_computed", "_prefilling", "_suspects", "_holds", "_moves",
+                 "_free_queue", "_block_hash", "_partial", "_host_free", "_host_returned", "_costs", "_stats",
+                 "_version", "_num_evicted", "_kept", "_unclaimed")
 
     def __init__(self, core: EngineCore) -> None:
         scheduler = core.scheduler
         rows, blocks = scheduler.rows, scheduler.blocks
-        self._scalars = (core.step, core.committed_step, core._arrivals, [core._needs_reset, core._is_blocked, core._is_stale],
-                         scheduler.num_batch_faults, scheduler.cache_epoch)
+        self._scalars = (core.step, core.committed_step, core._arrivals,
+                         [core._needs_reset, core._is_blocked, core._is_stale], scheduler.num_batch_faults,
+                         scheduler.cache_epoch)
         self._running = [r for r in rows.request[:rows.n] if r is not None]
         for request in self._running:
             rows.flush(request)
@@ -93,6 +95,7 @@ class Frozen:
         self._computed: list[int] = rows.computed[:rows.n].tolist()
         self._prefilling = sorted(r.request_id for r in scheduler.prefilling)
         self._suspects = [r.request_id for r in scheduler.suspects]
+        self._holds: list[bool] = rows.holds[:rows.n].tolist()
         self._moves = list(rows.moves)
         self._free_queue = list(blocks.free_queue)
         self._block_hash = blocks.block_hash.copy()
@@ -110,7 +113,7 @@ class Frozen:
                                          [state[name] for name in _FIELDS]))
         return msgspec.msgpack.encode(Snapshot(
             *self._scalars, requests, [r.request_id for r in self._running], self._computed, self._prefilling,
-            self._suspects, self._moves, np.array(self._free_queue, np.int32).tobytes(),
+            self._suspects, self._holds, self._moves, np.array(self._free_queue, np.int32).tobytes(),
             [(block, h) for block, h in enumerate(self._block_hash) if h is not None], in_order(self._partial),
             self._host_free, self._host_returned, self._costs, self._stats, self._version, self._num_evicted,
             self._kept, sorted(self._unclaimed)))
@@ -144,6 +147,7 @@ def restore(origin: Origin, data: bytes) -> EngineCore:
     for request_id, computed in zip(snap.rows, snap.computed, strict=True):
         request = core.requests[request_id]
         rows.append(request, scheduler.waiting.key(request), computed, len(request.blocks) * blocks.block_size)
+    rows.holds[:rows.n] = snap.holds
     running = set(snap.rows)
     for request in core.requests.values():
         if request.request_id not in running:

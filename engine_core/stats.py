@@ -23,6 +23,8 @@ class SchedulerStats:
     num_swap_preemptions: int = 0               # of them, those whose blocks went to the host
     num_swapped_out_blocks: int = 0             # blocks
     num_swapped_in_blocks: int = 0              # blocks
+    num_draft_tokens: int = 0                   # proposed and verified
+    num_accepted_tokens: int = 0                # of those, right
     num_failed_steps: int = 0                   # steps
     num_finished: int = 0                       # requests
     num_late_results: int = 0                   # results of steps nobody waits for

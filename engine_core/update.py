@@ -11,6 +11,7 @@ import numpy as np
 from engine_core.request import Request
 from engine_core.rows import PlanRecord
 from engine_core.scheduler import NEVER_PUBLISH, Scheduler
+from engine_core.speculation import accepted_by_row, enter_accepted, settle_drafted, take_proposals
 from engine_core.stop import StopChecker
 from ipc.messages import FINISH_ERROR, FINISH_STOP
 
@@ -28,9 +29,11 @@ class Update:
 
 
 def update(scheduler: Scheduler, stop: StopChecker, tokens: np.ndarray, bad_rows: np.ndarray = NO_ROWS,
-           failed_rows: np.ndarray = NO_ROWS, ended_rows: np.ndarray = NO_ROWS) -> Update:
+           failed_rows: np.ndarray = NO_ROWS, ended_rows: np.ndarray = NO_ROWS, accepted: np.ndarray = NO_ROWS,
+           proposals: np.ndarray = NO_ROWS) -> Update:
     """Commit the oldest plan in flight. `tokens` int32 by the plan's rows, -1: none; `bad_rows`: rows of the plan whose
-    logits were not finite; `failed_rows`: rows that cannot go on; `ended_rows`: rows that their grammar ended.
+    logits were not finite; `failed_rows`: rows that cannot go on; `ended_rows`: rows that their grammar ended;
+    `accepted`, `proposals`: pairs (row, token), verified tokens after the first and drafts for the next step.
 
     Finished requests have left when this returns. Raises RuntimeError when the result does not fit its plan.
     """
@@ -49,8 +52,10 @@ def update(scheduler: Scheduler, stop: StopChecker, tokens: np.ndarray, bad_rows
         if record.num_rows and int(tokens.min()) < 0:
             raise RuntimeError(f"step {record.step}: a row that computes its newest token returned none")
         result = _update_all(scheduler, stop, record.num_rows, tokens)
+        if scheduler.config.num_speculative_tokens:
+            take_proposals(scheduler, record, slice(0, record.num_rows), proposals)
     else:
-        result = _update_some(scheduler, stop, record, tokens, bad_rows, failed_rows)
+        result = _update_some(scheduler, stop, record, tokens, bad_rows, failed_rows, accepted, proposals)
     if ended_rows.size:
         done = {request for request, _, _ in result.done}
         result.done += [(request, FINISH_STOP, -1) for row in ended_rows.tolist()
@@ -85,14 +90,17 @@ def _update_all(scheduler: Scheduler, stop: StopChecker, n: int, tokens: np.ndar
 
 
 def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, tokens: np.ndarray,
-                 bad_rows: np.ndarray, failed_rows: np.ndarray) -> Update:
+                 bad_rows: np.ndarray, failed_rows: np.ndarray, accepted: np.ndarray,
+                 proposals: np.ndarray) -> Update:
     rows, n = scheduler.rows, record.num_rows
+    extra = accepted_by_row(record, accepted, stop.vocab_size)
     then = np.arange(n)
     if record.is_moved:
         then = (record.current >= 0).nonzero()[0]
         now = record.current[then].astype(np.int64)
     else:
         now = then
+    before = rows.computed[now]
     rows.computed[now] += 1 if record.counts is None else record.counts[then]
     expected = np.ones(n, bool) if record.samples is None else record.samples
     bad = np.zeros(n, bool)
@@ -106,38 +114,63 @@ def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, to
     rows.flat_ring[rows.ring_base[index] + known % rows.ring_width] = got
     ids, output_index = rows.ids[index], known - rows.prompt[index]
     rows.known[index] = known + 1
-    filled = now[rows.computed[now] % rows.block_size == 0]
-    if filled.size:
-        scheduler.note_filled(filled)
     done = []
     for row, reason, token in stop.check_rows(rows, index, got):
         request = rows.request[row]
         if request is not None:
             done.append((request, reason, token))
     num_dropped = int((tokens >= 0).sum()) - got.size
-    extra_ids, extra_index, extra_tokens = [], [], []
+    extra_ids: list[int] = []
+    extra_index: list[int] = []
+    extra_tokens: list[int] = []
+    if record.drafted is not None:
+        ended = {request.row for request, _, _ in done}
+        for at in record.drafted[then].nonzero()[0].tolist():
+            row, request = int(now[at]), rows.request[now[at]]
+            if request is None:
+                raise RuntimeError(f"row {row} of {rows.n} has no request")
+            more = extra.get(int(then[at]), []) if row not in ended else []
+            first = int(rows.known[row] - rows.prompt[row])
+            count, reason, token = enter_accepted(scheduler, stop, row, more)
+            extra_ids += [request.request_id] * count
+            extra_index += range(first, first + count)
+            extra_tokens += more[:count]
+            if reason >= 0:
+                done.append((request, reason, token))
+            settle_drafted(scheduler, row, request)
+            scheduler.stats.num_draft_tokens += int(record.drafted[then[at]])
+            scheduler.stats.num_accepted_tokens += count
+    is_filled = rows.computed[now] % rows.block_size == 0
+    if record.drafted is not None:              # several tokens may pass the end of a block
+        is_filled |= (record.drafted[then] > 0) & (rows.computed[now] // rows.block_size > before // rows.block_size)
+    filled = now[is_filled]
+    if filled.size:
+        scheduler.note_filled(filled)
     for row, request in record.detached.items():
         request.num_in_flight -= 1
-        token = int(tokens[row])
-        if request.is_finished or token < 0:
+        if request.is_finished or tokens[row] < 0:
             continue
         num_dropped -= 1
-        request.tokens += token.to_bytes(4, "little")
-        extra_ids.append(request.request_id)
-        extra_index.append(request.num_known_tokens - 1 - request.num_prompt_tokens)
-        extra_tokens.append(token)
+        for token in [int(tokens[row]), *extra.get(row, [])]:
+            request.tokens += token.to_bytes(4, "little")
+            extra_ids.append(request.request_id)
+            extra_index.append(request.num_known_tokens - 1 - request.num_prompt_tokens)
+            extra_tokens.append(token)
+            end = stop.check_one(token, request.num_known_tokens, request.min_total_tokens, request.max_total_tokens,
+                                 request.params.ignore_eos, request.stop_token_ids)
+            if end is not None:
+                done.append((request, *end))
+                break
         if scheduler.blocks.enable_prefix_caching:
             scheduler.hasher.extend(request.hashes, request.root, request.tokens)
-        end = stop.check_one(token, request.num_known_tokens, request.min_total_tokens, request.max_total_tokens,
-                             request.params.ignore_eos, request.stop_token_ids)
-        if end is not None:
-            done.append((request, *end))
     scheduler.stats.num_wasted_tokens += num_dropped
     if extra_ids:
         ids = np.concatenate([ids, np.array(extra_ids, np.int64)])
         output_index = np.concatenate([output_index, np.array(extra_index, np.int64)])
         got = np.concatenate([got, np.array(extra_tokens, np.int32)])
     result = Update(ids, output_index, got)
+    if scheduler.config.num_speculative_tokens:     # before anyone leaves, which moves rows
+        take_proposals(scheduler, record, index, proposals)
     failed = [request for row in failed_rows.tolist() if (request := owner(scheduler, record, row)) is not None]
     result.done = done + [(request, FINISH_ERROR, -1) for request in failed] + _end_bad(scheduler, record, bad_rows)
     return result

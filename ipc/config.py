@@ -66,6 +66,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     policy: str = "fcfs"
     preemption_mode: str = "recompute"
     async_scheduling: bool = True               # plan a step before the results of the last one are read
+    max_plans_in_flight: int = 2                # steps planned and not yet committed, with async_scheduling
+    num_speculative_tokens: int = 0             # drafts of a row that one step verifies at most; 0: no drafts
     priority_aging_steps: int = 1000            # a request that waits this long ranks one priority level better
     lpm_max_overtakes: int = 16                 # a request that so many others overtook goes first
     max_num_queued_reqs: int = 0                # waiting requests beyond which new ones are refused; 0: no bound
@@ -77,6 +79,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         _range("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _range("priority_aging_steps", self.priority_aging_steps, 1, 1 << 30)
         _range("lpm_max_overtakes", self.lpm_max_overtakes, 1)
+        _range("max_plans_in_flight", self.max_plans_in_flight, 1, 8)
+        _range("num_speculative_tokens", self.num_speculative_tokens, 0, 16)
         _range("max_num_queued_reqs", self.max_num_queued_reqs, 0)
         _range("max_num_queued_tokens", self.max_num_queued_tokens, 0)
         _one_of("scheduling_policy", self.policy, POLICIES)
@@ -92,10 +96,14 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     quantization: str = "auto"                  # of weights; auto: what a GGUF file holds, else none
     logits_processors: tuple[str, ...] = ()     # name=module:function, registered in the worker
     batch_invariant: bool = False               # refuse to start where a row's result depends on the rows beside it
+    prompt_lookup_max: int = 4                  # newest tokens looked up for drafts (scheduler.num_speculative_tokens)
+    prompt_lookup_min: int = 2                  # fewest that must have occurred before
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _range("prompt_lookup_max", self.prompt_lookup_max, 1, 32)
+        _range("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
         if self.max_model_len is not None:
             _range("max_model_len", self.max_model_len, 1)
 
@@ -161,6 +169,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _range("num_threads", self.num_threads, 0, 4096)
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        if self.scheduler.num_speculative_tokens >= self.cache.block_size:
+            raise ConfigError(f"--num-speculative-tokens is {self.scheduler.num_speculative_tokens} and --block-size "
+                              f"{self.cache.block_size}; drafts must be fewer than the tokens of a block")
         if self.scheduler.preemption_mode != "recompute" and self.cache.swap_space == 0:
             raise ConfigError(f"--preemption-mode {self.scheduler.preemption_mode} needs host memory: add "
                               "--swap-space, for example --swap-space 1GiB")
@@ -181,6 +192,7 @@ class WorkerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cache: CacheConfig
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_speculative_tokens: int
     device: str
     attention_backend: str
     num_threads: int

@@ -247,8 +247,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     copies: memoryview = EMPTY                  # pairs (source block, target block)
     swap_in: memoryview = EMPTY                 # pairs (host slot, block)
     reset: bool = False                         # drop all rows first; ends the stop after a failed step
-    sent_ns: int = 0
     stale: bool = False                         # the prefix cache was reset: rows of before `new` are not reusable
+    spec_token_ids: memoryview = EMPTY          # pairs (row, token): drafts to verify after the row's newest token
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -320,6 +320,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     pooled: list[RowPooled] = []
     ended_rows: memoryview = EMPTY              # rows that their grammar ended with this token
     failed: list[RowFailure] = []
+    accepted: memoryview = EMPTY                # pairs (row, token): verified tokens after the one in `tokens`
+    spec_token_ids: memoryview = EMPTY          # pairs (row, token): drafts for the row's next step
 
 
 class StepFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

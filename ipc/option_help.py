@@ -16,7 +16,7 @@ MAIN = frozenset({
     "model", "config", "load_format", "quantization", "dtype", "max_model_len", "offline", "kv_cache_memory",
     "kv_cache_dtype", "gpu_memory_utilization", "enable_prefix_caching", "swap_space", "max_num_seqs",
     "max_num_batched_tokens", "scheduling_policy", "device", "attention_backend", "num_threads", "tensor_parallel_size",
-    "speculative_config", "enable_lora", "host", "port", "api_key", "api_servers", "served_model_name"})
+    "num_speculative_tokens", "enable_lora", "host", "port", "api_key", "api_servers", "served_model_name"})
 
 # The spelling of another program -> (whose, what to write here). Only consulted for flags we do not have.
 FOREIGN: dict[str, tuple[str, str]] = {
@@ -29,7 +29,9 @@ FOREIGN: dict[str, tuple[str, str]] = {
         "--disable-radix-cache": "--no-enable-prefix-caching", "--disable-overlap-schedule": "--no-async-scheduling",
         "--disable-cuda-graph": "--enforce-eager", "--tp": "--tensor-parallel-size",
         "--tp-size": "--tensor-parallel-size", "--dp-size": "--data-parallel-size",
+        "--speculative-num-draft-tokens": "--num-speculative-tokens",
         "--grammar-backend": "--structured-outputs-config"}.items()},
+    "--speculative-config": ("vLLM", "--num-speculative-tokens"),
     **{flag: ("llama.cpp", here) for flag, here in {
         "-m": "--model", "-hf": "--model", "--hf-repo": "--model", "-c": "--max-model-len",
         "--ctx-size": "--max-model-len", "-np": "--max-num-seqs", "--parallel": "--max-num-seqs", "-t": "--num-threads",
@@ -37,6 +39,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
         "--batch-size": "--max-num-batched-tokens", "-ub": "--max-num-batched-tokens",
         "--ubatch-size": "--max-num-batched-tokens", "-ngl": "--device cuda", "--gpu-layers": "--device cuda",
         "--n-gpu-layers": "--device cuda", "-a": "--served-model-name", "--alias": "--served-model-name",
+        "--draft-max": "--num-speculative-tokens",
         "-ctk": "--kv-cache-dtype", "--cache-type-k": "--kv-cache-dtype", "-s": "--seed"}.items()},
 }
 

@@ -117,7 +117,8 @@ class Supervisor:
             return ConfigWorker(WorkerProcess(
                 rank=child.rank, listen=self._peer(child).address, epoch=child.epoch, model=config.model, cache=cache,
                 max_num_seqs=config.scheduler.max_num_seqs,
-                max_num_batched_tokens=config.scheduler.max_num_batched_tokens, device=config.device,
+                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+                num_speculative_tokens=config.scheduler.num_speculative_tokens, device=config.device,
                 attention_backend=config.attention_backend, num_threads=self.num_threads, run_dir=run_dir,
                 log_level=config.log_level))
         if child.role == "engine_core":

@@ -7,6 +7,8 @@
     seq_lens:         9                42           10           4
     logits_index:           2          3            4                       8
 
+A row with d drafts computes its newest token and the drafts, and has logits at each of these 1 + d tokens.
+
 A decode step is about a dozen numpy calls over persistent buffers. Position p of a row is slot
 table[p // block_size] * block_size + p % block_size. Does not know the model.
 """
@@ -21,6 +23,9 @@ from torch import Tensor
 from ipc.messages import SchedulerOutput
 from worker.attention.base import BatchMeta
 from worker.request_state import I32, I64, RequestState
+from worker.spec_decode.verify import accept
+
+NO_PAIRS = np.empty(0, I32)
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,9 +35,10 @@ class Batch:
     positions: Tensor                           # [N] int64
     meta: BatchMeta
     logits_index: Tensor | None                 # [L] int64, rows of [N] to sample from; None: all of them
-    sample_rows: np.ndarray                     # [L] rows whose newest token these logits choose
+    sample_rows: np.ndarray                     # [L] rows whose next token these logits choose
     counts: np.ndarray | None                   # [R] tokens per row; None: one each
     num_tokens: int
+    offsets: np.ndarray | None = None           # [L] drafts before the token; None: no row has drafts
 
 
 class BatchBuilder:
@@ -59,7 +65,7 @@ class BatchBuilder:
         counts = np.ones(self.state.n, I64)
         pairs = np.frombuffer(plan.counts, I32)
         counts[pairs[::2]] = pairs[1::2]
-        return self._build_ragged(counts) if counts.any() else None
+        return self._build_ragged(counts, bool(plan.spec_token_ids)) if counts.any() else None
 
     def _build_decode(self) -> Batch:
         """Every row computes its newest token."""
@@ -80,7 +86,7 @@ class BatchBuilder:
         meta = self._meta(self._iota32[:n + 1], lengths, state.block_table[:n], slots, 1)
         return Batch(self._tensor(ids), self._tensor(positions), meta, None, self._iota[:n], None, n)
 
-    def _build_ragged(self, counts: np.ndarray) -> Batch:
+    def _build_ragged(self, counts: np.ndarray, has_drafts: bool) -> Batch:
         """Rows compute different numbers of tokens, some none."""
         state, size = self.state, self.state.block_size
         active = counts.nonzero()[0]
@@ -101,9 +107,15 @@ class BatchBuilder:
         table = state.block_table[active] if some else state.block_table[:active.size]
         meta = self._meta(starts, lengths, table, slots, int(n.max()))
         samples = lengths >= state.known[active]
-        logits_index = (starts[1:][samples] - 1).astype(I64)
-        return Batch(self._tensor(ids), self._tensor(positions), meta, self._tensor(logits_index), active[samples],
-                     counts, total)
+        sampling, last = active[samples], (starts[1:][samples] - 1).astype(I64)
+        if not has_drafts:
+            return Batch(self._tensor(ids), self._tensor(positions), meta, self._tensor(last), sampling, counts, total)
+        num = state.num_drafts[sampling] + 1                # a row with drafts has logits at each of its tokens
+        ends = np.cumsum(num)
+        offsets = self._iota[:int(ends[-1]) if ends.size else 0] - np.repeat(ends - num, num)
+        logits_index = np.repeat(last - num + 1, num) + offsets
+        return Batch(self._tensor(ids), self._tensor(positions), meta, self._tensor(logits_index),
+                     np.repeat(sampling, num), counts, total, offsets)
 
     def _meta(self, starts: np.ndarray, lengths: np.ndarray, table: np.ndarray, slots: np.ndarray,
               max_query_len: int) -> BatchMeta:
@@ -118,21 +130,44 @@ class BatchBuilder:
         tensor = torch.from_numpy(array)
         return tensor if self.device == "cpu" else tensor.to(self.device)
 
-    def advance(self, batch: Batch | None, tokens: np.ndarray) -> np.ndarray:
+    def advance(self, batch: Batch | None, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Enter the step's result: `tokens` int32 [L] for batch.sample_rows (-1: the row's logits were bad).
 
-        Returns the result's column: one entry per row, -1 where nothing was sampled.
+        Returns the result's columns: one token per row, -1 where nothing was sampled; and pairs (row, token) of tokens
+        after a row's first one.
         """
         state, n = self.state, self.state.n
         if batch is None:
-            return np.full(n, -1, I32)
+            return np.full(n, -1, I32), NO_PAIRS
+        if batch.offsets is not None:
+            return self._advance_drafted(batch, tokens, batch.offsets)
         state.computed[:n] += 1 if batch.counts is None else batch.counts
         rows = batch.sample_rows
         # A bad row goes on until the core ends it, and a step in flight may read its token: -1 is no id.
         state.flat_tokens[state.token_base[rows] + state.known[rows]] = np.maximum(tokens, 0)
         state.known[rows] += 1
         if batch.counts is None:
-            return tokens
+            return tokens, NO_PAIRS
         column = np.full(n, -1, I32)
         column[rows] = tokens
-        return column
+        return column, NO_PAIRS
+
+    def _advance_drafted(self, batch: Batch, tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As advance, when rows have drafts: the right ones stand, and the token after them."""
+        state, n = self.state, self.state.n
+        stands = accept(state, batch.sample_rows, offsets, tokens)
+        rows, offsets, tokens = batch.sample_rows[stands], offsets[stands], tokens[stands]
+        is_first = offsets == 0
+        drafted = rows[is_first & (state.num_drafts[rows] > 0)]
+        if batch.counts is None:
+            raise RuntimeError("a step with drafts computes one token a row")
+        state.computed[:n] += batch.counts
+        state.flat_tokens[state.token_base[rows] + state.known[rows] + offsets] = np.maximum(tokens, 0)
+        state.known[:n] += np.bincount(rows, minlength=n)
+        state.computed[drafted] = state.known[drafted] - 1
+        state.num_drafts[drafted] = 0
+        state.trim_blocks(drafted)
+        column = np.full(n, -1, I32)
+        column[rows[is_first]] = tokens[is_first]
+        more = np.stack([rows[~is_first].astype(I32), tokens[~is_first]], axis=1).reshape(-1)
+        return column, more

@@ -25,6 +25,7 @@ from worker.request_state import RequestState
 from worker.sampling.grammar import Grammars
 from worker.sampling.grammar_vocabulary import load_vocabulary
 from worker.sampling.step import NO_ROWS, StepResult, StepSampler
+from worker.spec_decode.ngram import NO_DRAFTS, NgramDrafter
 
 
 class ModelRunner:
@@ -32,13 +33,15 @@ class ModelRunner:
 
     def __init__(self, model: FlatModel, backend: AttentionBackend, pool: KVPool, num_host_blocks: int, *, seats: int,
                  max_tokens: int, max_model_len: int, eos_token_ids: list[int], device: str = "cpu",
-                 num_valid_tokens: int | None = None, files: ModelFiles | None = None) -> None:
+                 num_valid_tokens: int | None = None, files: ModelFiles | None = None,
+                 drafter: NgramDrafter | None = None) -> None:
         self.model, self.backend, self.pool, self.device = model, backend, pool, device
         self.host = HostPool(pool, num_host_blocks)
         self.state = RequestState(seats, max_model_len, pool.block_size)
         self.builder = BatchBuilder(self.state, max_tokens, device)
         self.sampler = StepSampler(self.state, model.compute_logits, eos_token_ids, num_valid_tokens)
         self.grammars = Grammars(functools.partial(load_vocabulary, files, model.config.vocab_size, eos_token_ids))
+        self.drafter = drafter
         self.needs_reset = False                # a step failed; wait for the plan that says so
         self.range: Callable[[str], AbstractContextManager[Any]] = no_range     # around parts of a step, in a recording
 
@@ -65,12 +68,19 @@ class ModelRunner:
                 ended_rows = grammars.accept(batch.sample_rows, result.tokens)
             state.is_reusable[result.bad_rows] = False
             done_ns = time.monotonic_ns()
-        column = self.builder.advance(batch, result.tokens)
+        column, accepted = self.builder.advance(batch, result.tokens)
+        proposals = NO_DRAFTS
+        if self.drafter is not None:
+            proposals = self.drafter.step(self.state, (column >= 0).nonzero()[0])
         return ModelRunnerOutput(plan.step, np.ascontiguousarray(column, np.int32).data.cast("B"),
-                                 result.bad_rows.data.cast("B") if result.bad_rows.size else EMPTY, received_ns,
+                                 _packed(result.bad_rows), received_ns,
                                  prepared_ns, launched_ns, done_ns, done_ns - prepared_ns, result.logprobs,
                                  result.prompt_logprobs, result.pooled,
-                                 ended_rows.data.cast("B") if ended_rows.size else EMPTY, result.failed)
+                                 _packed(ended_rows), result.failed, _packed(accepted), _packed(proposals))
+
+
+def _packed(column: np.ndarray) -> memoryview:
+    return column.data.cast("B") if column.size else EMPTY
 
 
 def _pairs(column: memoryview) -> np.ndarray:

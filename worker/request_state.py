@@ -42,6 +42,7 @@ class RequestState:
         self.choice = np.zeros(seats, I32)
         self.masks_eos = np.zeros(seats, bool)  # EOS may not be sampled below floor
         self.is_reusable = np.zeros(seats, bool)    # a later core may give its blocks to others of its salt
+        self.num_drafts = np.zeros(seats, I64)  # of this step; they stand in `tokens` from `known` on
         self.stop_ids: list[list[int]] = [[] for _ in range(seats)]
         self._columns = (self.request_id, self.computed, self.known, self.num_blocks, self.num_prompt, self.floor,
                          self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.choice, self.masks_eos,
@@ -84,8 +85,26 @@ class RequestState:
         if plan.advance:
             pairs_array = np.frombuffer(plan.advance, I32)
             self.computed[pairs_array[::2]] += pairs_array[1::2]
+        if plan.spec_token_ids:
+            self._set_drafts(np.frombuffer(plan.spec_token_ids, I32))
         if self.n != plan.num_rows:
             raise RuntimeError(f"step {plan.step}: {self.n} rows here, {plan.num_rows} in the plan")
+
+    def _set_drafts(self, pairs: np.ndarray) -> None:
+        """Pairs (row, token), a row's together and in order."""
+        rows, tokens = pairs[::2], pairs[1::2]
+        begins = np.flatnonzero(np.diff(rows, prepend=-1))
+        counts = np.diff(begins, append=len(rows))
+        self.num_drafts[rows[begins]] = counts
+        nth = np.arange(len(rows)) - np.repeat(begins, counts)
+        self.flat_tokens[self.token_base[rows] + self.known[rows] + nth] = tokens
+
+    def trim_blocks(self, rows: np.ndarray) -> None:
+        """Rows whose drafts are verified keep the blocks of their known tokens, as the core does."""
+        keep = -(-self.known[rows] // self.block_size)
+        for row, count in zip(rows.tolist(), keep.tolist()):
+            self.block_table[row, count:int(self.num_blocks[row])] = 0
+        self.num_blocks[rows] = np.minimum(self.num_blocks[rows], keep)
 
     def _remove(self, row: int, last: int) -> None:
         self.num_with_floor -= bool(self.floor[row] > self.num_prompt[row])
@@ -126,6 +145,7 @@ class RequestState:
             self.masks_eos[row] = not params.ignore_eos
             self.is_reusable[row] = new.is_reusable
             self.stop_ids[row] = params.stop_token_ids
+            self.num_drafts[row] = 0
             options = self.options[row] = RowOptions.of(params, self.penalties)
             self.num_with_options += options is not None
 
@@ -140,12 +160,14 @@ class RequestState:
         found = self.options
         return [(i, options) for i, row in enumerate(rows.tolist()) if (options := found[row]) is not None]
 
-    def masked_tokens(self, rows: np.ndarray, eos_token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(index into rows, token id) pairs that may not be sampled: EOS and stop ids below min_tokens."""
+    def masked_tokens(self, rows: np.ndarray, offsets: np.ndarray | int,
+                      eos_token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(index into rows, token id) pairs that may not be sampled: EOS and stop ids below min_tokens. `offsets`: how
+        many drafts come before the token."""
         index: list[int] = []
         ids: list[int] = []
         if self.num_with_floor:
-            for i in (self.known[rows] < self.floor[rows] - 1).nonzero()[0].tolist():
+            for i in (self.known[rows] + offsets < self.floor[rows] - 1).nonzero()[0].tolist():
                 row = int(rows[i])
                 banned = self.stop_ids[row] + (eos_token_ids if self.masks_eos[row] else [])
                 index += [i] * len(banned)

@@ -27,6 +27,7 @@ from worker.request_state import RequestState
 from worker.sampling import jit_threads, processors
 from worker.sampling.step import PROMPT_SLICE
 from worker.sampling.vocabulary import num_valid_tokens
+from worker.spec_decode.ngram import NgramDrafter
 
 if TYPE_CHECKING:
     from worker.main import Starting
@@ -62,8 +63,8 @@ def compute_capability(device: str) -> int | None:
 
 
 def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, dtype: torch.dtype, num_tokens: int,
-                 seats: int, device: str) -> Callable[[], object]:
-    """The step that needs most memory: one prompt of the whole budget, logits for every seat
+                 num_logits: int, device: str) -> Callable[[], object]:
+    """The step that needs most memory: one prompt of the whole budget, logits for every seat and its drafts
     or for a slice of prompt log-probabilities, in a pool of its own."""
     pool = KVPool(backend, -(-num_tokens // block_size), block_size, model.kv_spec(), dtype, device)
     state = RequestState(1, num_tokens, block_size)
@@ -78,8 +79,18 @@ def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, d
         if batch is None:
             raise RuntimeError("the largest step has no tokens")
         hidden = model(batch.input_ids, batch.positions, pool.caches, batch.meta, backend)
-        return model.compute_logits(hidden[:max(seats, PROMPT_SLICE)])
+        return model.compute_logits(hidden[:max(num_logits, PROMPT_SLICE)])
     return run
+
+
+def make_drafter(config: WorkerProcess) -> NgramDrafter | None:
+    """None: no drafts are asked for."""
+    if config.num_speculative_tokens == 0:
+        return None
+    model = config.model
+    logger.info("drafts: at most %d tokens after the last occurrence of the newest %d to %d",
+                config.num_speculative_tokens, model.prompt_lookup_min, model.prompt_lookup_max)
+    return NgramDrafter(config.num_speculative_tokens, model.prompt_lookup_max, model.prompt_lookup_min)
 
 
 def _out_of_memory(config: WorkerProcess, dtype: str, device: str) -> str:
@@ -152,7 +163,8 @@ def build_runner(config: WorkerProcess, starting: Starting,
         num_blocks, text = cache.num_gpu_blocks_override, f"{cache.num_gpu_blocks_override} blocks, as asked"
     elif device == "cuda" and cache.kv_cache_memory is None:
         longest = min(config.max_num_batched_tokens, max_model_len)
-        step = largest_step(model, backend, size, dtype, longest, seats, device)
+        logits = min(seats * (1 + config.num_speculative_tokens), config.max_num_batched_tokens)
+        step = largest_step(model, backend, size, dtype, longest, logits, device)
         num_blocks, text = profile_num_blocks(step, block_bytes, device=device,
                                               utilization=cache.gpu_memory_utilization)
         num_blocks = min(num_blocks, useful)
@@ -172,7 +184,8 @@ def build_runner(config: WorkerProcess, starting: Starting,
     starting.end(text)
     runner = ModelRunner(model, backend, pool, num_host_blocks, seats=seats, max_tokens=config.max_num_batched_tokens,
                          max_model_len=max_model_len, eos_token_ids=model_config.eos_token_ids, device=device,
-                         num_valid_tokens=num_valid_tokens(config.model.files), files=config.model.files)
+                         num_valid_tokens=num_valid_tokens(config.model.files), files=config.model.files,
+                         drafter=make_drafter(config))
     if device == "cpu":
         jit_threads.set_num_threads(threads)
         jit_threads.warm_up(model_config.vocab_size)

@@ -45,7 +45,8 @@ class Engine:
         self.core = EngineCore(SchedulerConfig(**scheduler), cache, ready, KEY)
         self.scheduler = self.core.scheduler
         self.blocks, self.rows, self.stats = self.scheduler.blocks, self.scheduler.rows, self.scheduler.stats
-        self.worker = SimWorker(num_blocks, block_size, num_host_blocks, VOCAB)
+        self.worker = SimWorker(num_blocks, block_size, num_host_blocks, VOCAB,
+                                self.core.config.num_speculative_tokens)
         self.in_flight: collections.deque[SchedulerOutput] = collections.deque()
         self.tokens: dict[int, list[int]] = collections.defaultdict(list)
         self.ends: dict[int, Finished] = {}

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from worker.kv_pool import KVPool
 from worker.model_runner import ModelRunner
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
+from worker.spec_decode.ngram import NgramDrafter
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 64
 SHARED = [3, 1, 4, 1, 5, 9, 2, 6]               # two full blocks
@@ -33,6 +35,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "12-blocks-recompute": dict(num_blocks=12),
     "12-blocks-swap": dict(num_blocks=12, num_host_blocks=24, preemption_mode="swap"),
     "no-cache-two-seats": dict(num_blocks=64, caching=False, max_num_seqs=2),
+    "three-plans-in-flight": dict(num_blocks=64, max_plans_in_flight=3),
+    "drafts": dict(num_blocks=64, num_speculative_tokens=3),
+    "12-blocks-drafts-swap": dict(num_blocks=12, num_host_blocks=24, preemption_mode="swap", num_speculative_tokens=2),
 }
 
 
@@ -63,6 +68,22 @@ def tiny_model() -> FlatModel:
     return model
 
 
+class Oracle(NgramDrafter):
+    """Drafts that are right for a while: what the request says alone, with its last token changed."""
+
+    def __init__(self, backend_name: str, num_tokens: int) -> None:
+        super().__init__(num_tokens, 3, 1)
+        self.outputs = {tuple(PROMPTS[i]): tokens for i, tokens in alone(backend_name).items()}
+
+    def propose(self, tokens: np.ndarray) -> np.ndarray:
+        for prompt, outputs in self.outputs.items():
+            if tuple(tokens[:len(prompt)].tolist()) == prompt:
+                found = np.array(outputs[len(tokens) - len(prompt):][:self.num_tokens], np.int32)
+                found[-1:] = (found[-1:] + 1) % VOCAB
+                return found
+        return super().propose(tokens)
+
+
 class RealEngine(Engine):
     """An Engine whose worker is the real one."""
 
@@ -70,10 +91,11 @@ class RealEngine(Engine):
         super().__init__(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks, max_model_len=MAX_MODEL_LEN,
                          partial=True, **options)
         model, backend = tiny_model(), get_backend(backend_name)
+        num_drafts = self.core.config.num_speculative_tokens
         pool = KVPool(backend, num_blocks, BLOCK_SIZE, model.kv_spec(), torch.float32)
         self.worker = ModelRunner(model, backend, pool, num_host_blocks, seats=self.rows.seats,
                                   max_tokens=self.core.config.max_num_batched_tokens, max_model_len=MAX_MODEL_LEN,
-                                  eos_token_ids=[])
+                                  eos_token_ids=[], drafter=Oracle(backend_name, num_drafts) if num_drafts else None)
 
 
 @functools.cache
@@ -100,6 +122,7 @@ def test_every_output_equals_the_request_alone(name, is_async, backend_name):
     assert all(end.reason == FINISH_LENGTH for end in engine.ends.values())
     assert (engine.stats.num_preemptions > 0) == name.startswith("12-blocks")
     assert (engine.stats.num_swapped_out_blocks > 0) == name.endswith("swap")
+    assert (engine.stats.num_accepted_tokens > 0) == ("drafts" in name)
     assert (engine.stats.num_hit_tokens + engine.stats.num_adopted_tokens >= 8) == (name != "no-cache-two-seats")
     engine.assert_idle()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from bench.sim_worker import extend_history, next_token
 from ipc.messages import ModelRunnerOutput, NewRow, SchedulerOutput, WorkerReady
 from bench.simulation import FaultyWorker, Options, Simulation, unpack
 from worker.batch import Batch, BatchBuilder
@@ -17,28 +18,31 @@ from worker.request_state import RequestState
 class MirrorWorker(FaultyWorker):
     """Raises AssertionError at the first difference."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, vocab_size: int, seats: int, budget: int,
-                 max_model_len: int) -> None:
-        super().__init__(num_blocks, block_size, num_host_blocks, vocab_size)
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, vocab_size: int,
+                 num_speculative_tokens: int, seats: int, budget: int, max_model_len: int) -> None:
+        super().__init__(num_blocks, block_size, num_host_blocks, vocab_size, num_speculative_tokens)
         self.state = RequestState(seats, max_model_len, block_size)
         self.builder = BatchBuilder(self.state, budget)
         self.new: dict[int, NewRow] = {}
         self.batch: Batch | None = None
-        self.num_compared = self.num_decode_batches = self.num_kept_rows = 0
+        self.drafts: dict[int, list[int]] = {}
+        self.known = np.zeros(0, np.int64)
+        self.num_compared = self.num_decode_batches = self.num_drafted = self.num_kept_rows = 0
 
     def apply(self, plan: SchedulerOutput) -> None:
         super().apply(plan)
         self.new.update({new.request_id: new for new in plan.new})
         self.state.apply(plan)
+        self.known = self.state.known.copy()
         self.compare_rows()
         self.batch = self.builder.build(plan)
         self.compare_batch(plan)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         result = super().execute(plan)
-        tokens = np.frombuffer(result.tokens, np.int32)
-        rows = self.batch.sample_rows if self.batch is not None else np.empty(0, np.int64)
-        assert self.builder.advance(self.batch, tokens[rows]).tolist() == tokens.tolist()
+        column, accepted = self.builder.advance(self.batch, self.sampled(self.known))
+        assert column.tolist() == unpack(result.tokens) and accepted.tolist() == unpack(result.accepted)
+        assert not self.state.num_drafts.any()
         self.state.is_reusable[unpack(result.bad_rows)] = False
         self.compare_rows()
         return result
@@ -54,6 +58,17 @@ class MirrorWorker(FaultyWorker):
     def drop_rows(self) -> None:
         super().drop_rows()
         self.state.clear()
+
+    def sampled(self, known: np.ndarray) -> np.ndarray:
+        """What the model says at each logit: after the row's known tokens, and after each of its drafts."""
+        found = []
+        for row in dict.fromkeys(self.batch.sample_rows.tolist() if self.batch is not None else []):
+            h = self.rows[row].history[int(known[row]) - 1]
+            for draft in [*self.drafts.get(row, []), None]:
+                found.append(next_token(h, self.vocab_size))
+                if draft is not None:
+                    h = extend_history(h, draft)
+        return np.array(found, np.int32)
 
     def compare_rows(self) -> None:
         state = self.state
@@ -84,6 +99,11 @@ class MirrorWorker(FaultyWorker):
     def compare_batch(self, plan: SchedulerOutput) -> None:
         counts = dict(zip(unpack(plan.counts)[::2], unpack(plan.counts)[1::2]))
         size, batch = self.block_size, self.batch
+        self.drafts = {}
+        for i, token in zip(unpack(plan.spec_token_ids)[::2], unpack(plan.spec_token_ids)[1::2]):
+            self.drafts.setdefault(i, []).append(token)
+        self.num_drafted += len(self.drafts)
+        offsets = []
         ids, positions, slots, starts, lengths, tables = [], [], [], [0], [], []
         logits_index, sample_rows = [], []
         for i, row in enumerate(self.rows):
@@ -91,15 +111,17 @@ class MirrorWorker(FaultyWorker):
             if n == 0:
                 continue
             for p in range(row.computed, row.computed + n):
-                ids.append(row.tokens[p])
+                ids.append((row.tokens + self.drafts.get(i, []))[p])
                 positions.append(p)
                 slots.append(row.blocks[p // size] * size + p % size)
             starts.append(len(ids))
             lengths.append(row.computed + n)
             tables.append(row.blocks)
-            if lengths[-1] == len(row.tokens):
-                logits_index.append(len(ids) - 1)
-                sample_rows.append(i)
+            num_drafts = len(self.drafts.get(i, []))
+            if lengths[-1] == len(row.tokens) + num_drafts:
+                logits_index += range(len(ids) - 1 - num_drafts, len(ids))
+                sample_rows += [i] * (1 + num_drafts)
+                offsets += range(1 + num_drafts)
         if not ids:
             assert batch is None
             return
@@ -116,6 +138,7 @@ class MirrorWorker(FaultyWorker):
         assert meta.block_table.tolist() == padded
         index = batch.logits_index.tolist() if batch.logits_index is not None else list(range(len(ids)))
         assert index == logits_index and batch.sample_rows.tolist() == sample_rows
+        assert (batch.offsets.tolist() if batch.offsets is not None else [0] * len(offsets)) == offsets
         self.num_compared += 1
         self.num_decode_batches += batch.counts is None
 

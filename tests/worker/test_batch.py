@@ -38,7 +38,7 @@ def test_chunks_decodes_and_new_rows_lie_flat():
     assert batch.sample_rows.tolist() == [1, 2, 3]
     assert batch.meta.block_table.shape == (4, 11) and batch.meta.block_table[3].tolist() == [9] + [0] * 10
     assert (batch.meta.max_query_len, batch.meta.max_seq_len, batch.meta.decode_only) == (4, 42, False)
-    assert builder.advance(batch, np.array([7, 8, 9], np.int32)).tolist() == [-1, 7, 8, 9]
+    assert builder.advance(batch, np.array([7, 8, 9], np.int32))[0].tolist() == [-1, 7, 8, 9]
     assert builder.state.computed[:4].tolist() == [9, 42, 10, 4] and builder.state.known[:4].tolist() == [20, 43, 11, 5]
 
 
@@ -47,7 +47,7 @@ def test_a_decode_step_reads_the_newest_token_of_each_row():
     batch = build(builder)
     assert batch.input_ids.tolist() == [8, 9] and batch.positions.tolist() == [3, 0] and batch.logits_index is None
     assert batch.meta.slot_mapping.tolist() == [15, 8] and batch.meta.decode_only and batch.counts is None
-    assert builder.advance(batch, np.array([1, 2], np.int32)).tolist() == [1, 2]
+    assert builder.advance(batch, np.array([1, 2], np.int32))[0].tolist() == [1, 2]
     builder.state.apply(SchedulerOutput(2, 2, extend=pack([0, 4])))
     again = build(builder)
     assert again.input_ids.tolist() == [1, 2] and again.meta.slot_mapping.tolist() == [16, 9]
@@ -58,15 +58,16 @@ def test_rows_that_compute_nothing_are_not_in_the_batch():
     batch = build(builder, counts=[1, 0])
     assert batch.input_ids.tolist() == [6, 7] and batch.sample_rows.tolist() == [0, 2]
     assert batch.meta.block_table.tolist() == [[3], [1]]
-    assert builder.advance(batch, np.array([1, 2], np.int32)).tolist() == [1, -1, 2]
+    assert builder.advance(batch, np.array([1, 2], np.int32))[0].tolist() == [1, -1, 2]
 
 
 def test_a_step_in_which_no_row_computes_is_no_batch():
     builder = builder_of((1, [5, 6], [3]), computed=(1,))
     plan = SchedulerOutput(1, 1, counts=pack([0, 0]))
-    assert builder.build(plan) is None and builder.advance(None, np.empty(0, np.int32)).tolist() == [-1]
+    assert builder.build(plan) is None and builder.advance(None, np.empty(0, np.int32))[0].tolist() == [-1]
     builder.state.clear()
-    assert builder.build(SchedulerOutput(2, 0)) is None and builder.advance(None, np.empty(0, np.int32)).tolist() == []
+    assert builder.build(SchedulerOutput(2, 0)) is None
+    assert builder.advance(None, np.empty(0, np.int32))[0].tolist() == []
 
 
 @pytest.mark.parametrize("computed, slot", [(3, 4 + 3), (4, 8), (5, 9)])
@@ -79,15 +80,16 @@ def test_a_bad_row_leaves_an_id_that_a_step_in_flight_can_read():
     """Its token is -1 in the result; as the next step's input it once failed that step for everybody."""
     builder = builder_of((1, [5, 6], [3]), (2, [9, 8], [2]), computed=(1, 1))
     batch = build(builder)
-    assert builder.advance(batch, np.array([-1, 4], np.int32)).tolist() == [-1, 4]
+    assert builder.advance(batch, np.array([-1, 4], np.int32))[0].tolist() == [-1, 4]
     assert build(builder).input_ids.tolist() == [0, 4]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_batches_equal_a_plain_reference_under_random_plans(is_async):
-    compared = decodes = 0
+    compared = decodes = drafted = 0
     for seed in range(20, 32):
         worker: MirrorWorker = mirror(seed, Options(num_requests=25, async_scheduling=is_async))
         compared += worker.num_compared
         decodes += worker.num_decode_batches
-    assert compared > 500 and decodes > 50
+        drafted += worker.num_drafted
+    assert compared > 500 and decodes > 50 and drafted > 50

@@ -122,7 +122,8 @@ def test_a_file_that_does_not_match_is_refused(tmp_path: Path) -> None:
 def make_process(files: ModelFiles, backend: str = "auto", cache: dict[str, Any] | None = None,
                  **section: Any) -> WorkerProcess:
     return WorkerProcess(rank=0, listen="", epoch=1, model=ModelSection(files=files, **section), max_num_seqs=4,
-                         cache=CacheConfig(**(cache or {})), max_num_batched_tokens=64, device="cpu",
+                         cache=CacheConfig(**(cache or {})), max_num_batched_tokens=64,
+                         num_speculative_tokens=0, device="cpu",
                          attention_backend=backend, num_threads=2, run_dir="", log_level="info")
 
 

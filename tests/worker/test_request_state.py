@@ -98,7 +98,7 @@ def test_stop_tokens_are_masked_below_min_tokens_only():
     state.apply(SchedulerOutput(1, 3, new=new, new_tokens=pack([1, 1, 1]), new_blocks=pack([1, 2, 3])))
 
     def masked() -> list[tuple[int, int]]:
-        index, ids = state.masked_tokens(np.arange(3), [7])
+        index, ids = state.masked_tokens(np.arange(3), 0, [7])
         return list(zip(index.tolist(), ids.tolist()))
     assert masked() == [(0, 5), (0, 7)]         # the first token: the second may be the last
     state.known += 1

@@ -63,7 +63,7 @@ class StepSampler:
             hidden = hidden.index_select(0, batch.logits_index)
         entries: Entries = state.options_of(rows) if state.num_with_options else []
         if not any(options.pooling for _, options in entries):
-            self._sample(rows, hidden, entries, result)
+            self._sample(rows, hidden, entries, result, batch.offsets)
             return result
         is_pooled = np.zeros(rows.size, bool)
         tokens = np.zeros(rows.size, np.int32)
@@ -77,16 +77,19 @@ class StepSampler:
             new_index = {int(i): j for j, i in enumerate(rest)}
             index = torch.from_numpy(rest).to(hidden.device)
             self._sample(rows[rest], hidden.index_select(0, index),
-                         [(new_index[i], o) for i, o in entries if not o.pooling], result)
+                         [(new_index[i], o) for i, o in entries if not o.pooling], result,
+                         None if batch.offsets is None else batch.offsets[rest])
             tokens[rest] = result.tokens
         result.tokens = tokens
         result.bad_rows = np.concatenate([result.bad_rows, np.array(bad, np.int32)])
         return result
 
-    def _sample(self, rows: np.ndarray, hidden: Tensor, entries: Entries, result: StepResult) -> None:
-        state = self.state
+    def _sample(self, rows: np.ndarray, hidden: Tensor, entries: Entries, result: StepResult,
+                offsets: np.ndarray | None = None) -> None:
+        """`offsets` [L]: drafts before each token; rows with options have none."""
+        state, ahead = self.state, 0 if offsets is None else offsets
         logits = self.compute_logits(hidden)
-        masked_rows, masked_ids = state.masked_tokens(rows, self.eos_token_ids)
+        masked_rows, masked_ids = state.masked_tokens(rows, ahead, self.eos_token_ids)
         raw: dict[int, Tensor] = {}
         if entries:
             changed = set(masked_rows.tolist())
@@ -99,18 +102,20 @@ class StepSampler:
         sampled = self.sampler.sample(logits, SamplingColumns(
             temperature=state.temperature[rows], top_k=state.top_k[rows], top_p=state.top_p[rows],
             min_p=state.min_p[rows], seed=state.seed[rows], child=state.choice[rows],
-            output_index=state.known[rows] - state.num_prompt[rows], masked_rows=masked_rows, masked_tokens=masked_ids,
-            words=words, word_index=word_index))
+            output_index=state.known[rows] + ahead - state.num_prompt[rows], masked_rows=masked_rows,
+            masked_tokens=masked_ids, words=words, word_index=word_index))
         result.tokens = sampled.tokens
         is_lost = sampled.bad_rows
         if entries or is_lost.any():
-            self._fail(rows, entries, sampled.bad_rows, sampled.empty_rows, masked_rows, result)
+            # Logits after a draft count only if the draft was right, which the next step will show.
+            is_first = np.ones(rows.size, bool) if offsets is None else offsets == 0
+            self._fail(rows, entries, sampled.bad_rows, sampled.empty_rows & is_first, masked_rows, is_first, result)
         asking = [(i, o.num_logprobs) for i, o in entries if o.num_logprobs >= 0 and result.tokens[i] >= 0]
         if asking:
             self._logprobs(rows, logits, raw, asking, result)
 
     def _fail(self, rows: np.ndarray, entries: Entries, bad: np.ndarray, empty: np.ndarray, masked_rows: np.ndarray,
-              result: StepResult) -> None:
+              is_first: np.ndarray, result: StepResult) -> None:
         """Tell rows whose model is at fault from those whose own request excludes every token."""
         failures = {i: o.failure for i, o in entries if o.failure is not None}
         may_be_empty = {i for i, o in entries if o.changes_logits} | set(masked_rows.tolist())
@@ -121,7 +126,7 @@ class StepSampler:
         is_failed = np.zeros(rows.size, bool)
         is_failed[list(failures)] = True
         result.failed += [RowFailure(int(rows[i]), *failure) for i, failure in failures.items()]
-        result.bad_rows = rows[bad & ~is_failed].astype(np.int32)
+        result.bad_rows = rows[bad & is_first & ~is_failed].astype(np.int32)
         result.tokens = np.where(bad | is_failed, -1, result.tokens).astype(np.int32)
 
     def _logprobs(self, rows: np.ndarray, logits: Tensor, raw: dict[int, Tensor], asking: list[tuple[int, int]],
