@@ -29,7 +29,7 @@ from frontend.outputs import OutputKind, PoolingOutput, PoolingRequestOutput, Re
 from frontend.reasoning import detect_reasoning
 from frontend.request_context import CURRENT
 from frontend.request_log import RequestLog, RequestRecord
-from frontend.request_stream import Choice, RequestStream
+from frontend.request_stream import Choice, RequestStream, Sink
 from frontend.step_report import StepTotals
 from frontend.timeline import Timeline
 from frontend.tokenizer import Tokenizer, pack_ids
@@ -205,12 +205,14 @@ class AsyncLLM:
 
     async def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams | None = None, *,
                        request_id: str | None = None, output_kind: OutputKind = "cumulative", priority: int = 0,
-                       add_special_tokens: bool = True, cache_salt: str = "") -> AsyncGenerator[RequestOutput, None]:
+                       add_special_tokens: bool = True, cache_salt: str = "",
+                       sink: Sink | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Yield news about one request until it is finished.
 
-        prompt: text, token ids, or token ids as int32 bytes. Closing or cancelling the iterator aborts the request and
-        frees its blocks. Raises RequestError (the caller's mistake), OverloadedError, EngineDeadError,
-        RequestFailedError.
+        prompt: text, token ids, or token ids as int32 bytes. sink (with output_kind "delta"): called with choice and
+        new text the moment there is some; what it takes (True) is not yielded, and costs no switch of tasks. Closing or
+        cancelling the iterator aborts the request and frees its blocks. Raises RequestError (the caller's mistake),
+        OverloadedError, EngineDeadError, RequestFailedError.
         """
         client = self._engine()
         context = CURRENT.get()
@@ -225,7 +227,8 @@ class AsyncLLM:
         params.check_for_model(self.vocab_size)
         if params.structured_outputs is not None:
             await self._grammars.check(params.structured_outputs)
-        stream = RequestStream(request_id or f"request-{next(self._names)}", text, tokens, params, output_kind, arrival)
+        stream = RequestStream(request_id or f"request-{next(self._names)}", text, tokens, params, output_kind, arrival,
+                               sink)
         stream.context = context
         wire = params.replace(n=1, stop=[], bad_words=[]) if params.stop or params.bad_words or params.n > 1 else params
         stream.choices = [Choice(stream, number, index, self.tokenizer)

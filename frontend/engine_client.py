@@ -217,7 +217,7 @@ class EngineClient:
                 if choice.receive(token, i in stop_at):
                     unwanted.append(choice)
                     choice.stream.on_end()
-                choice.stream.on_token(now_ns)
+                choice.stream.on_token(choice, now_ns)
             if unwanted:
                 self.abort(unwanted)
         for finished in outputs.finished:

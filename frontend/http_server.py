@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ipc.errors import ConfigError
 
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 16 << 10
 IDLE_CONNECTION_S = 65          # longer than the idle time of common client pools, so that they close first
 BACKLOG = 2048
+PUSH = "threefold.push"         # in scope["extensions"]: a Push
 MIN_GRACE_S = 0.25
 
 _TOO_LARGE = (b'{"error":{"message":"the request headers have more than %d bytes","type":"HeadersTooLargeError",'
@@ -32,6 +33,29 @@ _TOO_LARGE = (b'{"error":{"message":"the request headers have more than %d bytes
 
 _TOO_MANY = (b'{"error":{"message":"too many connections are open; retry later, or raise --max-connections",'
              b'"type":"ServiceUnavailableError","param":null,"code":503}}')
+
+
+class Push:
+    """Writes a piece of a started, chunked answer at once, from any callback of the loop: `send` of ASGI without its
+    coroutine and its dict, half of what a short event costs. False when nothing was written: the answer has not begun
+    or has ended, the client is gone, or it reads so slowly that the piece should wait and grow."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
+
+    @property
+    def is_open(self) -> bool:
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding and not cycle.response_complete and not cycle.disconnected
+                    and not self._flow.write_paused)
+
+    def __call__(self, data: bytes) -> bool:
+        if not self.is_open:
+            return False
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -57,6 +81,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_headers = False
         self._header_bytes = 0
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope["extensions"] = {PUSH: Push(self.cycle)}  # type: ignore[dict-item]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

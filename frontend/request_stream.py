@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,9 @@ from ipc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from frontend.tokenizer import Tokenizer
+
+
+Sink = Callable[[int, str], bool]               # (index of the choice, its new text) -> whether it was taken
 
 
 class Choice:
@@ -71,7 +75,11 @@ class Choice:
                 self._end("stop", matched, text)
                 return True
         if text:
-            self.new_text.append(text)
+            sink = self.stream.sink
+            if sink is None or self.new_text or not sink(self.index, text):
+                self.new_text.append(text)
+            else:
+                self.num_taken_tokens = len(self.token_ids)
         return False
 
     def receive_logprobs(self, news: TokenLogprobs) -> None:
@@ -131,10 +139,14 @@ def read_logprobs(news: TokenLogprobs, tokenizer: Tokenizer) -> Logprobs:
 
 
 class RequestStream:
-    """All choices of one request. Lives in one event loop."""
+    """All choices of one request. Lives in one event loop.
+
+    sink: offered each piece of text of a running choice while nothing older waits; what it takes wakes nobody.
+    """
 
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: bytes, params: SamplingParams,
-                 kind: OutputKind, arrival_time: float | None = None) -> None:
+                 kind: OutputKind, arrival_time: float | None = None, sink: Sink | None = None) -> None:
+        self.sink = sink
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
         self.kind = kind
         self.choices: list[Choice] = []
@@ -167,10 +179,11 @@ class RequestStream:
     def _is_prompt_told(self) -> bool:
         return self.prompt_logprobs is None or 4 * len(self.prompt_logprobs) >= len(self.prompt_token_ids)
 
-    def on_token(self, now_ns: int) -> None:
+    def on_token(self, choice: Choice, now_ns: int) -> None:
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now_ns / 1e9
-        self._wake.set()
+        if self.sink is None or choice.new_text or choice.finish_reason is not None:
+            self._wake.set()
 
     def on_finished(self, choice: Choice, news: Finished) -> None:
         self.num_preemptions += news.num_preemptions

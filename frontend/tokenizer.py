@@ -25,8 +25,6 @@ from ipc.errors import ConfigError, RequestError
 from ipc.gguf import read_gguf
 from ipc.model_source import ModelFiles, read_json_object
 
-_LONG_TEXT_CHARS = 16_384                       # above it, encoding gives up the interpreter's lock
-
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
           "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
@@ -120,10 +118,8 @@ class Tokenizer:
 
     def encode_ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """The same as a list."""
-        _check_text(text)
-        if len(text) > _LONG_TEXT_CHARS:        # seconds for megabytes, and `encode` alone keeps the interpreter's lock
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        _check_text(text)           # the library's plain `encode` keeps the interpreter's lock, and finds offsets too
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
         """`encode` of each text, on all cores and without the interpreter's lock."""
@@ -169,6 +165,11 @@ class Tokenizer:
         """Ids of single bytes (`<0xE4>`) in a vocabulary that falls back to bytes; empty for byte-level BPE."""
         return frozenset() if self.byte_table is not None else frozenset(
             index for token, index in self._backend.get_vocab().items() if _is_byte_token(token))
+
+    def save(self, path: str) -> None:
+        """Write it as a tokenizer.json. Raises OSError."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self._backend.to_str())
 
     # -- single tokens ------------------------------------------------------------------------------------------------
 

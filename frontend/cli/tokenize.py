@@ -13,6 +13,7 @@ from typing import Any
 from frontend.chat_template import ChatTemplate
 from frontend.cli.common import UsageError, engine_config, make_command_parser, parse_command, read_input, run_command
 from frontend.tokenizer import Tokenizer
+from frontend.tokenizer_files import save_tokenizer
 from ipc.aliases import DEMO_ALIAS
 from ipc.screen import Screen
 
@@ -63,15 +64,20 @@ def main(argv: list[str]) -> int:
     group.add_argument("--decode", action="store_true", default=False, help="TEXT is token ids; shows their text")
     group.add_argument("--no-special-tokens", action="store_true", default=False, help="add none in front or behind")
     group.add_argument("--count", action="store_true", default=False, help="print only the number of tokens")
+    group.add_argument("--save", metavar="DIR", help="write the tokenizer as a Hugging Face folder, and nothing else")
     group.add_argument("--json", action="store_true", default=False, help="print one JSON object")
 
     def command() -> int:
         model, engine, own = parse_command(parser, argv)
         if own["chat"] and own["decode"]:
             raise UsageError("--chat and --decode exclude each other")
-        text = read_input(own.get("text"), "a text")
+        text = "" if own.get("save") else read_input(own.get("text"), "a text")
         files = engine_config(model or DEMO_ALIAS, engine, Screen()).model.files
         tokenizer = Tokenizer.from_files(files)
+        if own.get("save"):
+            save_tokenizer(tokenizer, files.config, own["save"])
+            print(own["save"])
+            return 0
         if own["decode"]:
             ids = parse_ids(text)
             text = tokenizer.decode(ids, skip_special_tokens=False)

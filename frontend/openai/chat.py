@@ -14,7 +14,14 @@ from frontend.openai.answers import AnswerMessage, ChatChoice, ChatResponse
 from frontend.openai.chat_parts import ChoiceParts, PartsOf
 from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
-from frontend.openai.generation import check_engine, check_model, collect_answer, make_head, stream_answer
+from frontend.openai.generation import (
+    Pusher,
+    check_engine,
+    check_model,
+    collect_answer,
+    make_head,
+    stream_answer,
+)
 from frontend.openai.limits import check_choices
 from frontend.openai.logprobs import ChatLogprobs, ChoiceLogprobs, encode_logprobs
 from frontend.openai.protocol import ChatRequest, sampling_params
@@ -26,7 +33,7 @@ from ipc.sampling_params import SamplingParams
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TAIL_TOKENS = 16                # of the prompt, in which an opened tag of thoughts is looked for
-THREAD_BODY_BYTES = 2048        # larger bodies are templated and tokenized in a thread: about 5 ms of the loop's time
+THREAD_BODY_BYTES = 8192        # larger bodies are templated and tokenized in a thread: a few ms of the loop's time
 
 
 async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None:
@@ -47,15 +54,17 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
         if room >= 1:           # otherwise the prompt is too long, and the engine says so with both numbers
             params = params.replace(max_tokens=room)
     head = make_head("chatcmpl", int(time.time()), engine)
+    pusher = Pusher() if request.stream else None
     stream = engine.generate(prompt, params, request_id=head.id, priority=request.priority or 0,
                              cache_salt=exchange.cache_salt(request.cache_salt),
-                             output_kind="delta" if request.stream else "final", add_special_tokens=False)
+                             output_kind="delta" if request.stream else "final", add_special_tokens=False,
+                             sink=pusher)
     writers = [ChoiceLogprobs(engine.tokenizer, request.top_logprobs or 0, params.skip_special_tokens)
                for _ in range(n if request.logprobs else 0)]
     if request.stream:
         await stream_answer(exchange, request, head, True, [stream], n, (
             lambda index, choice: encode_logprobs(_chat_logprobs(writers[index], choice))) if writers else None,
-            parts_of)
+            parts_of, pusher)
         return
     choices, usage = await collect_answer(exchange, [stream], n)
     answer = ChatResponse(head.id, head.created, head.model, head.fingerprint, [

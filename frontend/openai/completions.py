@@ -11,7 +11,14 @@ import msgspec
 from frontend.openai.answers import CompletionChoice, CompletionResponse
 from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
-from frontend.openai.generation import check_engine, check_model, collect_answer, make_head, stream_answer
+from frontend.openai.generation import (
+    Pusher,
+    check_engine,
+    check_model,
+    collect_answer,
+    make_head,
+    stream_answer,
+)
 from frontend.openai.limits import check_choices
 from frontend.openai.logprobs import ChoiceLogprobs, Shape, encode_logprobs, shaped
 from frontend.openai.protocol import CompletionRequest, field_error, sampling_params
@@ -36,17 +43,18 @@ async def create_completion(exchange: Exchange, engine: EngineLike) -> None:
     add_special_tokens = request.add_special_tokens is not False
     prompts = [checked_prompt(engine, prompt, index, add_special_tokens) for index, prompt in enumerate(raw_prompts)]
     head = make_head("cmpl", int(time.time()), engine)
+    pusher = Pusher() if request.stream and len(prompts) == 1 and not request.echo else None
     streams = [shaped(engine.generate(prompt, params, request_id=f"{head.id}-{index}", priority=request.priority or 0,
                                cache_salt=exchange.cache_salt(request.cache_salt),
                                output_kind="delta" if request.stream else "final",
-                               add_special_tokens=add_special_tokens), _shape(engine, request, prompt))
+                               add_special_tokens=add_special_tokens, sink=pusher), _shape(engine, request, prompt))
                for index, prompt in enumerate(prompts)]
     writers = [ChoiceLogprobs(engine.tokenizer, request.logprobs, params.skip_special_tokens)
                for _ in range(n * len(prompts))] if request.logprobs is not None else []
     if request.stream:
         await stream_answer(exchange, request, head, False, streams, n, (
             lambda index, choice: encode_logprobs(writers[index].completion(choice.token_ids, choice.logprobs or [])))
-            if writers else None)
+            if writers else None, None, pusher)
         return
     choices, usage = await collect_answer(exchange, streams, n)
     answer = CompletionResponse(head.id, head.created, head.model, head.fingerprint, [

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from frontend.outputs import OutputKind, PoolingRequestOutput, RequestOutput
+from frontend.request_stream import Sink
 from frontend.tools.formats import ToolFormat
 from ipc.sampling_params import SamplingParams
 
@@ -54,7 +55,8 @@ class EngineLike(Protocol):
 
     def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams, *,
                  request_id: str | None = None, output_kind: OutputKind = "cumulative", priority: int = 0,
-                 add_special_tokens: bool = True, cache_salt: str = "") -> AsyncGenerator[RequestOutput, None]: ...
+                 add_special_tokens: bool = True, cache_salt: str = "",
+                 sink: Sink | None = None) -> AsyncGenerator[RequestOutput, None]: ...
 
     async def encode(self, prompt: str | list[int] | bytes, *, pooling: str = "last", normalize: bool = True,
                      request_id: str | None = None, priority: int = 0, add_special_tokens: bool = True,

@@ -56,6 +56,7 @@ class Exchange:
         self.disconnected = False
         self._receive = receive
         self._send = send
+        self._push = scope.get("extensions", {}).get("threefold.push")     # under another server there is none
         self._lock = asyncio.Lock()                     # the handler and the keep-alive comments both write
         self._arrival_s = self._last_sent_s = time.monotonic()
 
@@ -176,6 +177,18 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
             self.is_ended = not more
             self._last_sent_s = time.monotonic()
+
+    @property
+    def can_push(self) -> bool:
+        """Whether `push` would write: the stream has begun, nobody else is writing, and the client keeps up."""
+        return self._push is not None and self._push.is_open and not self._lock.locked()
+
+    def push(self, data: bytes) -> bool:
+        """`write` without waiting, from any callback of the loop. False: nothing was written, see `can_push`."""
+        if self._push is None or self._lock.locked() or not self._push(data):
+            return False
+        self._last_sent_s = time.monotonic()
+        return True
 
     async def end(self, data: bytes) -> None:
         """The last bytes of a stream."""

@@ -130,10 +130,33 @@ def checked_finish(choice: CompletionOutput) -> str:
     return reason
 
 
+class Pusher:
+    """The sink of a stream: an event is written where the engine's news are read, without waking the call's task. That
+    task sends the first news and the last, and what a slow client could not take. Opened by `stream_answer`."""
+
+    def __init__(self) -> None:
+        self._exchange: Exchange | None = None
+
+    def open(self, exchange: Exchange, encoder: sse.ChunkEncoder, parts: PartsOf | None) -> None:
+        """From now on text is taken whenever the connection takes it."""
+        self._exchange, self._encoder, self._parts = exchange, encoder, parts
+
+    def __call__(self, index: int, text: str) -> bool:
+        exchange = self._exchange
+        if exchange is None:
+            return False
+        if self._parts is None:
+            return exchange.push(self._encoder.text(index, text))
+        if not exchange.can_push:               # the parts remember what they were fed
+            return False
+        delta = self._parts(index).feed(text, False)
+        return delta is None or exchange.push(self._encoder.delta(index, delta))
+
+
 async def stream_answer(exchange: Exchange, request: GenerationRequest, head: AnswerHead, is_chat: bool,
                         streams: Sequence[OutputStream], n: int, logprobs: LogprobsOf | None = None,
-                        parts: PartsOf | None = None) -> None:
-    """Send the whole event stream. `parts`: text is split before it is sent.
+                        parts: PartsOf | None = None, pusher: Pusher | None = None) -> None:
+    """Send the whole event stream. `parts`: text is split before it is sent. `pusher`: the sink of the only stream.
 
     Nothing is sent before the engine has accepted the request, so that its refusals still have their status code.
     """
@@ -145,6 +168,8 @@ async def stream_answer(exchange: Exchange, request: GenerationRequest, head: An
     counter = UsageCounter(len(streams))
     exchange.is_stream = True
     awaiting_role = is_chat
+    if pusher is not None and logprobs is None and not in_every_chunk:
+        pusher.open(exchange, encoder, parts)
     async with exchange.watch(), contextlib.aclosing(merge(streams)) as news:
         async for prompt_index, output in news:
             counter.update(prompt_index, output)

@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 
-from frontend.openai.chat import checked_messages, render
+from frontend.openai.chat import THREAD_BODY_BYTES, checked_messages, render
 from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
 from frontend.openai.generation import check_engine, check_model
 from frontend.openai.protocol import NeutralValues
 from ipc.errors import RequestError
 
-THREAD_BODY_BYTES = 2048        # as for chat
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -106,7 +106,8 @@ class FakeLLM:
 
     async def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams, *,
                        request_id: str | None = None, output_kind: str = "cumulative", priority: int = 0,
-                       add_special_tokens: bool = True, cache_salt: str = "") -> AsyncGenerator[RequestOutput, None]:
+                       add_special_tokens: bool = True, cache_salt: str = "",
+                       sink: Any = None) -> AsyncGenerator[RequestOutput, None]:
         params = sampling_params
         self.calls.append({"prompt": prompt, "params": params, "request_id": request_id, "priority": priority,
                            "cache_salt": cache_salt})
@@ -147,6 +148,8 @@ class FakeLLM:
                         after, reason = after[:after.index(stop)], "stop"
                     texts[choice], done[choice] = after, reason is not None
                     text = after[len(before):] if output_kind == "delta" else after
+                    if sink is not None and reason is None and sink(choice, text):
+                        continue
                     news.append(CompletionOutput(choice, text, [], reason, stop))
                 position += 1
                 is_complete = all(done)

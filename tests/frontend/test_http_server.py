@@ -7,6 +7,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,23 @@ def test_one_connection_more_than_allowed_is_answered_and_closed() -> None:
                 break
         assert status == 200
         held.pop().close()
+
+
+def test_a_stream_is_whole_when_the_client_reads_late() -> None:
+    """Events are written at once while the connection takes them; then they wait, and none is lost or out of order."""
+    llm = FakeLLM()
+    llm.max_model_len = 4000
+    llm.script = [f"<{number}>".ljust(4000, ".") for number in range(1500)]
+    with LiveServer(llm) as server:
+        body = json.dumps({"prompt": "a", "max_tokens": 1500, "stream": True})
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        time.sleep(0.3)                         # 6 MB wait, more than the sockets hold
+        lines = [line for line in connection.getresponse().read().split(b"\n\n") if line]
+        connection.close()
+    assert lines.pop() == b"data: [DONE]"
+    chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "".join(llm.script)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed; it makes the certificate")

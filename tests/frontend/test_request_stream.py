@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -29,7 +30,7 @@ def feed(choice: Choice, data: bytes | list[int]) -> bool:
         if choice.finish_reason is None:
             if choice.receive(token, False):
                 choice.stream.on_end()
-            choice.stream.on_token(0)
+            choice.stream.on_token(choice, 0)
     return choice.is_ended
 
 
@@ -67,6 +68,40 @@ def test_a_slow_consumer_finds_one_joined_delta() -> None:
     feed(stream.choices[0], b"abc")
     feed(stream.choices[0], b"def")
     assert take(stream).outputs[0].text == "abcdef"
+
+
+def test_a_sink_takes_text_in_order_and_what_it_refuses_is_yielded() -> None:
+    """Whatever it takes and whenever the consumer runs: each character goes one way, and none overtakes another."""
+    rng = random.Random(3)
+    for _ in range(200):
+        stream = make_stream(stop=["zz"])
+        told: list[tuple[int, str]] = []
+        [choice] = stream.choices
+
+        def sink(index: int, text: str, told: list[tuple[int, str]] = told) -> bool:
+            taken = rng.random() < 0.6
+            if taken:
+                told.append((index, text))
+            return taken
+
+        stream.sink = sink
+        for letter in b"abcdefghijklmnopzzq":
+            feed(choice, [letter])
+            if choice.new_text and rng.random() < 0.4:
+                told += [(output.index, output.text) for output in take(stream).outputs]
+        if choice.has_news:
+            told += [(output.index, output.text) for output in take(stream).outputs]
+        assert "".join(text for _, text in told) == "abcdefghijklmnop" and {index for index, _ in told} == {0}
+
+
+def test_what_a_sink_takes_wakes_nobody() -> None:
+    stream = make_stream()
+    stream.sink = lambda index, text: True
+    feed(stream.choices[0], b"abc")
+    assert not stream.choices[0].has_news
+    finish(stream.choices[0])
+    last = take(stream)
+    assert last.finished and last.outputs[0].text == "" and last.usage_completion_tokens == 3
 
 
 def test_final_waits_for_the_end_and_then_gives_every_choice() -> None:
