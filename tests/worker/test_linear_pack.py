@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker.linear import pack
+from worker.linear import formats, pack
 from worker.linear.formats import INT4, INT4_MIN, INT8
 from worker.quant.gguf_blocks import dequantize, get_format
 
@@ -65,3 +65,19 @@ def test_zero_weights_stay_zero() -> None:
 def test_a_width_that_is_no_multiple_of_32_is_refused() -> None:
     with pytest.raises(ValueError, match="a weight with 48 inputs; packed formats need a multiple of 32"):
         pack.quantize_int8(np.zeros((4, 48), np.float32))
+
+
+def test_lasting_arrays_share_memory_without_overlapping_and_outlive_their_piece(monkeypatch: pytest.MonkeyPatch
+                                                                                 ) -> None:
+    monkeypatch.setattr(formats, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(formats, "_arena", formats._Arena())
+    arrays = [formats.aligned_empty((1 + i % 5, 13), np.float32, is_lasting=True) for i in range(60)]
+    for i, array in enumerate(arrays):
+        array[:] = i
+    assert all(array.ctypes.data % 64 == 0 and (array == i).all() for i, array in enumerate(arrays))
+    spans = sorted((array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays)
+    gaps = [begin - end for (_, end), (begin, _) in zip(spans, spans[1:])]
+    assert min(gaps) >= 0 and sorted(gaps)[len(gaps) // 2] < 64             # most lie side by side
+    large = formats.aligned_empty((1024,), np.float32, is_lasting=True)     # not worth a place in a piece
+    large[:] = 7
+    assert large.ctypes.data % 64 == 0 and (arrays[-1] == 59).all()

@@ -17,11 +17,13 @@ from numba import types
 from numba.core import cgutils
 
 from worker.jit import features
-from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, constant, fma, make, offset, read,
-                               read_bf16, spread, write)
+from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, constant, fma, make, offset,
+                               prefetch, read, read_bf16, spread, write)
 
 TILE = 32                                   # outputs of one tile: two vectors
 BLOCK = 32                                  # k per scale
+FEW_ROWS = 4                                # up to so many rows memory is what counts, and a kernel fetches ahead
+AHEAD = 8                                   # blocks; the hardware loses the streams at the ends of tiles and pages
 # Columns of the activations' side table, one row of [4, K / 32] per activation row (worker/jit/quantize.py):
 # scale, -128 * sum, -8 * sum (int32 bits), scale * sum.
 SIDE_SCALE, SIDE_INT8, SIDE_INT4, SIDE_MIN, SIDE_COLUMNS = 0, 1, 2, 3, 4
@@ -83,13 +85,18 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
                 firsts = [side_value(m, SIDE_INT8 if kind == INT8 else SIDE_INT4, I32) for m in range(rows)]
                 start = [[first, first] for first in firsts]
             acc = start
+            half_block = b.mul(k, constant(I64, 2 * TILE))
+            if rows <= FEW_ROWS:
+                for line in range(0, weight_bytes, 64):
+                    prefetch(b, offset(b, at_w, AHEAD * weight_bytes + line))
+                for column_at in (scales, minima)[:1 + (kind == INT4_MIN)]:
+                    prefetch(b, offset(b, b.add(column_at, half_block), AHEAD * 2 * TILE))
             for q in range(8):
                 weights = [_quad(b, kind, at_w, q, v) for v in range(2)]
                 for m in range(rows):
                     four = read(b, offset(b, b.add(x_rows[m], at_x), 4 * q), I32)
                     signed = spread(b, four, VI)
                     acc[m] = [dot4(b, form, acc[m][v], weights[v], signed) for v in range(2)]
-            half_block = b.mul(k, constant(I64, 2 * TILE))
             factors = [_halves(b, offset(b, b.add(scales, half_block), 2 * LANES * v)) for v in range(2)]
             lows = [_halves(b, offset(b, b.add(minima, half_block), 2 * LANES * v)) for v in range(2)] \
                 if kind == INT4_MIN else []
@@ -131,6 +138,9 @@ def make_float_tile(kind: int, rows: int) -> Any:
             at_w = b.add(w, b.mul(loop.index, constant(I64, unroll * TILE * size)))
             at_x = b.mul(loop.index, constant(I64, unroll * 4))
             totals = [[b.load(cell) for cell in row] for row in cells]
+            if rows <= FEW_ROWS:
+                for line in range(0, unroll * TILE * size, 64):
+                    prefetch(b, offset(b, at_w, AHEAD * unroll * TILE * size + line))
             for u in range(unroll):
                 weights = []
                 for v in range(2):

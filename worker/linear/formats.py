@@ -12,12 +12,14 @@ minima float16 [tiles, K / 32, 32]. Outputs are padded with zero weights to whol
 """
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+PIECE_BYTES = 32 << 20                          # of the arena: 16 huge pages
 TILE = 32
 BLOCK = 32
 FLOAT32, BFLOAT16, INT8, INT4, INT4_MIN = range(5)      # the numbers the kernels know
@@ -67,9 +69,36 @@ def check_width(num_k: int) -> None:
         raise ValueError(f"a weight with {num_k} inputs; packed formats need a multiple of {BLOCK}: use torch")
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Uninitialised, at a multiple of 64 bytes: no vector of weights then crosses a cache line."""
+class _Arena:
+    """Small arrays side by side in large pieces of memory. The system gives large pieces huge pages (numpy asks it to):
+    streaming the weights of a step then misses few address translations, and the hardware's read-ahead is not stopped
+    at every 4 KiB. A piece lives as long as any array in it."""
+
+    def __init__(self) -> None:
+        self._piece: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """`size` bytes, at a multiple of 64."""
+        with self._lock:
+            start = self._used + (-(self._piece.ctypes.data + self._used) % 64)
+            if start + size > self._piece.size:
+                self._piece, start = np.empty(PIECE_BYTES, np.uint8), 0
+                start = -self._piece.ctypes.data % 64
+            self._used = start + size
+            return self._piece[start:start + size]
+
+
+_arena = _Arena()
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any, is_lasting: bool = False) -> NDArray[Any]:
+    """Uninitialised, at a multiple of 64 bytes: no vector of weights then crosses a cache line. is_lasting: of a
+    weight, which is not freed before the others; small ones then share memory (_Arena)."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if is_lasting and size < PIECE_BYTES // 8:
+        return _arena.take(size).view(dtype).reshape(shape)
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start:start + size].view(dtype).reshape(shape)

@@ -31,7 +31,7 @@ def _pack_floats(kind: int, weight: NDArray[np.generic]) -> PackedWeight:
     num_out, num_k = weight.shape
     check_width(num_k)
     tiles = -(-num_out // TILE)
-    data = aligned_empty((tiles, num_k, TILE), weight.dtype)
+    data = aligned_empty((tiles, num_k, TILE), weight.dtype, is_lasting=True)
     whole = num_out // TILE
     data[:whole] = weight[:whole * TILE].reshape(whole, TILE, num_k).transpose(0, 2, 1)
     if whole < tiles:
@@ -88,7 +88,7 @@ def _tiles(kind: int, num_out: int, num_k: int, q: Bytes, scales: NDArray[np.flo
     other is then the broadcast one."""
     num_blocks, quads = num_k // BLOCK, q.shape[-1] // 4
     tiles = -(-num_out // TILE)
-    data = aligned_empty((tiles, num_blocks, quads, 2, 16, 4), np.uint8)
+    data = aligned_empty((tiles, num_blocks, quads, 2, 16, 4), np.uint8, is_lasting=True)
     whole = num_out // TILE
     for first, last in ((0, whole), (whole, tiles)):
         if first == last:
@@ -105,7 +105,7 @@ def _tiles(kind: int, num_out: int, num_k: int, q: Bytes, scales: NDArray[np.flo
 
 def _half_tiles(column: NDArray[np.float16], tiles: int) -> NDArray[np.float16]:
     """[num_out, K / 32] -> [tiles, K / 32, 32], padded with zeros."""
-    result: NDArray[np.float16] = aligned_empty((tiles, column.shape[1], TILE), np.float16)
+    result: NDArray[np.float16] = aligned_empty((tiles, column.shape[1], TILE), np.float16, is_lasting=True)
     padded = np.zeros((tiles * TILE, column.shape[1]), np.float16)
     padded[:len(column)] = column
     result[:] = padded.reshape(tiles, TILE, -1).transpose(0, 2, 1)
