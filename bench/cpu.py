@@ -3,9 +3,11 @@
     python launch.py bench cpu [--model NAME] [--quantization auto int8 none] [--threads T] [--growth] [--accuracy]
 
 For every route: milliseconds of a decode step at 1, 8 and 32 rows and of a 256-token prefill, the share of the limit
-(decode: bytes of weights and of keys and values read, over measured read bandwidth; prefill: operations of the layers
-over the measured peak of the route's own kernel in cache), and where the time goes. `torch` is the plain torch model,
-in the same run. Times are the shortest of several: another process only ever adds. The last line is one JSON object.
+(decode: bytes of weights and of keys and values read, over the bandwidth of reads or of copies, whichever is higher;
+prefill: operations of the layers over the measured peak of the route's own kernel in cache), and where the time goes;
+then the five loads of the comparison with peers, served by core and worker in this process (cpu_rows.py). `torch` is
+the plain torch model, in the same run. Times are the shortest of several: another process only ever adds. The last line
+is one JSON object.
 """
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.cpu_rows import Costs, Limits, Rig, measure_rows
 from ipc.model_source import ModelFiles, resolve_model
 from worker.attention.base import BatchMeta
 from worker.attention.jit import JitBackend
@@ -39,6 +43,9 @@ from worker.models.registry import get_model_class
 
 BLOCK_SIZE = 16
 CONTEXT, PROMPT = 384, 256
+PEAK_ROWS = 480
+STEPS = ("decode 1", "decode 8", "decode 32", "prefill 256")
+LOADS = ("c1", "c8", "c32", "prefill", "shared")
 STAGES = {"embed": (pg.EMBED,), "norm": (pg.NORM,), "matmul": (pg.MATMUL,), "attention": (pg.ATTEND, pg.MERGE),
           "rope and write": (pg.ROPE,), "silu": (pg.SILU,)}
 
@@ -61,11 +68,24 @@ def read_bandwidth(threads: int) -> float:
     return sum(layer.nbytes for layer in weights) / best_s(lambda: [kernel(x, out) for kernel in kernels], 10)
 
 
+def copy_bandwidth(threads: int) -> float:
+    """Bytes a second, read and written, of copies that no cache holds, one a thread."""
+    size = 64 << 20
+    pairs = [(np.zeros(size, np.uint8), np.ones(size, np.uint8)) for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:   # numpy copies without the interpreter's lock
+        return 2 * size * threads / best_s(lambda: list(pool.map(lambda pair: np.copyto(*pair), pairs)), 10)
+
+
 def peak(kind: int, threads: int) -> float:
-    """Operations a second of the format's kernel where everything is in cache."""
+    """Operations a second of the format's kernel where everything is in cache and calls are long."""
     layer = PackedLinear([make_weight(kind, 512, 576)])
-    kernel, x, out = KernelLinear(layer, get_team(threads)), torch.randn(240, 576), torch.empty(240, 512)
-    return 2 * 240 * 512 * 576 / best_s(lambda: kernel(x, out), 200)
+    kernel, x, out = KernelLinear(layer, get_team(threads)), torch.randn(PEAK_ROWS, 576), torch.empty(PEAK_ROWS, 512)
+    seconds = best_s(lambda: kernel(x, out), 100)
+    codes = kernel.table[:, pg.CODE] == pg.QUANTIZE
+    if codes.any():                             # not part of the product
+        first = np.ascontiguousarray(kernel.table[codes])
+        seconds -= best_s(lambda: kernel.team.run(first.ctypes.data, len(first), kernel.step), 100)
+    return 2 * PEAK_ROWS * 512 * 576 / seconds
 
 
 class Bench:
@@ -148,6 +168,18 @@ def measure(bench: Bench, args: argparse.Namespace, limits: dict[str, Any]) -> d
     return result
 
 
+def served(model: Any, backend: Any, dtype: torch.dtype, steps: dict[str, Any], limits: dict[str, Any],
+           args: argparse.Namespace) -> dict[str, Any]:
+    """The five loads. `steps`: what `measure` found, whose stages share out the time of the layers."""
+    costs = bounds = None
+    stages: dict[str, dict[str, float]] = {}
+    if isinstance(model, JitModel):
+        costs = Costs.of(model, dtype.itemsize)
+        bounds = Limits(limits["bytes_s"], limits["ops_s"][model.layers[0]["qkv"].weights[0].kind])
+        stages = {key: steps[case]["stages_ms"] for key, case in zip(("1", "8", "32", "prompt"), STEPS)}
+    return measure_rows(Rig(model, backend, dtype), costs, bounds, 1 if args.quick else 3, stages)
+
+
 def growth(bench: Bench, limits: dict[str, Any]) -> dict[str, list[list[float]]]:
     """[what, ms, ms of the model: bytes / bandwidth] over context and over rows."""
     model = bench.model
@@ -180,6 +212,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quantization", nargs="+", default=["auto", "int8", "none"], choices=tuple(GGUF_MODES))
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True, help="the torch model, too")
+    parser.add_argument("--loads", action=argparse.BooleanOptionalAction, default=True, help="the five loads, too")
     parser.add_argument("--growth", action="store_true", help="step time against context and rows, first route")
     parser.add_argument("--accuracy", action="store_true", help="divergence from float32 over 2,000 tokens of text")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
@@ -191,10 +224,12 @@ def main(argv: list[str]) -> int:
     files = resolve_model(args.model, load_format=args.load_format)
     torch.set_num_threads(args.threads)
     get_team(args.threads).start()
-    limits: dict[str, Any] = {"bytes_s": read_bandwidth(args.threads), "ops_s": {}}
-    print(f"{features.describe()}; {args.threads} threads, reads {limits['bytes_s'] / 1e9:.1f} GB/s", flush=True)
+    read, copied = read_bandwidth(args.threads), copy_bandwidth(args.threads)
+    limits: dict[str, Any] = {"bytes_s": max(read, copied), "ops_s": {}}
+    print(f"{features.describe()}; {args.threads} threads, reads {read / 1e9:.1f} GB/s, copies {copied / 1e9:.1f} GB/s",
+          flush=True)
     report: dict[str, Any] = {"model": files.served_name, "threads": args.threads, "machine": features.describe(),
-                              "read_gb_s": round(limits["bytes_s"] / 1e9, 1), "routes": {}}
+                              "read_gb_s": round(read / 1e9, 1), "copy_gb_s": round(copied / 1e9, 1), "routes": {}}
     is_gguf = files.kind == "gguf"
     flat = None
     if args.torch or args.accuracy or not is_gguf:
@@ -219,7 +254,9 @@ def main(argv: list[str]) -> int:
         if isinstance(model, JitModel):
             entry["weights"] = describe(model.linears)
             print(f"{name}: {entry['weights']}")
-        for case in ("decode 1", "decode 8", "decode 32", "prefill 256"):
+        if args.loads:
+            entry.update(served(model, backend, dtype, entry, limits, args))
+        for case in (case for case in (*STEPS, *LOADS) if case in entry):
             figures = {key: value for key, value in entry[case].items() if key != "stages_ms"}
             print(f"  {name:14} {case:12} {figures} {entry[case].get('stages_ms', '')}", flush=True)
         if args.growth and name == args.quantization[0]:
