@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ipc.config import (DTYPES, KV_CACHE_DTYPES, LOG_LEVELS, POLICIES, PREEMPTION_MODES, QUANTIZATIONS, CacheConfig,
-                        EngineConfig, FrontendSection, ModelSection, SchedulerConfig)
+from ipc.config import (CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, LOG_LEVELS, POLICIES, PREEMPTION_MODES, QUANTIZATIONS,
+                        CacheConfig, EngineConfig, FrontendSection, ModelSection, SchedulerConfig)
 from ipc.errors import ConfigError
 from ipc.model_source import LOAD_FORMATS, Report, resolve_model
 from ipc.option_help import MAIN, OptionParser
@@ -126,6 +126,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     "engine": (
         Option("--device", "engine.device", str, "cpu, cuda or auto", ("auto", "cpu", "cuda")),
         Option("--attention-backend", "engine.attention_backend", str, "auto, or a backend by name"),
+        Option("--cuda-graphs", "engine.cuda_graphs", str, "of decode steps; auto: captured while idle; on: at start; "
+               "static: padded steps without capture, on any device", CUDA_GRAPHS),
         Option("--num-threads", "engine.num_threads", int, "compute threads on a CPU; 0: one per core"),
         Option("--restart", "engine.restart", bool, "restart a process that ends, and go on; else end with it"),
         Option("--flight-recorder", "engine.flight_recorder", bool, "keep the core's last messages for a replay"),

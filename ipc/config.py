@@ -19,6 +19,7 @@ POLICIES = ("fcfs", "priority", "lpm")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3")
+CUDA_GRAPHS = ("auto", "on", "off", "static")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -158,6 +159,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     frontend: FrontendSection = FrontendSection()
     device: str = "auto"                        # "cpu", "cuda" or "auto"
     attention_backend: str = "auto"
+    cuda_graphs: str = "auto"                   # of decode steps; static: padded like them, not captured, on any device
     num_threads: int = 0                        # compute threads of a CPU worker; 0: one per usable core
     restart: bool = True                        # restart a process that ends; False: end with it
     flight_recorder: bool = True                # keep the core's last messages, to be replayed after a fault
@@ -167,6 +169,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("cuda_graphs", self.cuda_graphs, CUDA_GRAPHS)
         _range("num_threads", self.num_threads, 0, 4096)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         if self.scheduler.num_speculative_tokens >= self.cache.block_size:
@@ -195,6 +198,7 @@ class WorkerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     num_speculative_tokens: int
     device: str
     attention_backend: str
+    cuda_graphs: str
     num_threads: int
     run_dir: str
     log_level: str

@@ -1,7 +1,8 @@
 """What the command line says: the few options most people need, groups of the others, and the name that was meant.
 
 `--help` shows MAIN, `--help=all` everything, `--help=cache` one group. A flag that does not exist is answered with the
-nearest one, and the flags of SGLang and llama.cpp with ours for the same thing. Knows no values and no configuration.
+nearest one, and some flags of vLLM, SGLang and llama.cpp with ours for the same thing. Knows no values and no
+configuration.
 """
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ FOREIGN: dict[str, tuple[str, str]] = {
         "--max-queued-requests": "--max-num-queued-reqs", "--max-total-tokens": "--kv-cache-memory",
         "--schedule-policy": "--scheduling-policy", "--page-size": "--block-size", "--random-seed": "--seed",
         "--disable-radix-cache": "--no-enable-prefix-caching", "--disable-overlap-schedule": "--no-async-scheduling",
-        "--disable-cuda-graph": "--enforce-eager", "--tp": "--tensor-parallel-size",
+        "--disable-cuda-graph": "--cuda-graphs off", "--tp": "--tensor-parallel-size",
         "--tp-size": "--tensor-parallel-size", "--dp-size": "--data-parallel-size",
         "--speculative-num-draft-tokens": "--num-speculative-tokens",
         "--grammar-backend": "--structured-outputs-config"}.items()},
     "--speculative-config": ("vLLM", "--num-speculative-tokens"),
+    "--enforce-eager": ("vLLM", "--cuda-graphs off"),
     **{flag: ("llama.cpp", here) for flag, here in {
         "-m": "--model", "-hf": "--model", "--hf-repo": "--model", "-c": "--max-model-len",
         "--ctx-size": "--max-model-len", "-np": "--max-num-seqs", "--parallel": "--max-num-seqs", "-t": "--num-threads",

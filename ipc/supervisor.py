@@ -119,7 +119,8 @@ class Supervisor:
                 max_num_seqs=config.scheduler.max_num_seqs,
                 max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
                 num_speculative_tokens=config.scheduler.num_speculative_tokens, device=config.device,
-                attention_backend=config.attention_backend, num_threads=self.num_threads, run_dir=run_dir,
+                attention_backend=config.attention_backend, cuda_graphs=config.cuda_graphs,
+                num_threads=self.num_threads, run_dir=run_dir,
                 log_level=config.log_level))
         if child.role == "engine_core":
             return ConfigCore(CoreProcess(

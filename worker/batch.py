@@ -39,9 +39,62 @@ class Batch:
     counts: np.ndarray | None                   # [R] tokens per row; None: one each
     num_tokens: int
     offsets: np.ndarray | None = None           # [L] drafts before the token; None: no row has drafts
+    device_rows: Tensor | None = None           # sample_rows on the device, where the batch was made there
 
 
-class BatchBuilder:
+def sample_layout(state: RequestState, sampling: np.ndarray, last: np.ndarray,
+                  has_drafts: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """(rows, tokens of the step that have logits, drafts before each) for rows that sample, each after its token
+    `last`. A row with drafts has logits at each of its tokens."""
+    if not has_drafts:
+        return sampling, last, None
+    num = state.num_drafts[sampling] + 1
+    ends = np.cumsum(num)
+    offsets = np.arange(int(ends[-1]) if ends.size else 0) - np.repeat(ends - num, num)
+    return np.repeat(sampling, num), np.repeat(last - num + 1, num) + offsets, offsets
+
+
+class RowResults:
+    """Enters what a step gave into the rows; what both builders share."""
+
+    state: RequestState
+
+    def advance(self, batch: Batch | None, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Enter the step's result: `tokens` int32 [L] for batch.sample_rows (-1: the row's logits were bad).
+
+        Returns the result's columns: one token per row, -1 where nothing was sampled; and pairs (row, token) of tokens
+        after a row's first one.
+        """
+        state, n = self.state, self.state.n
+        if batch is None:
+            return np.full(n, -1, I32), NO_PAIRS
+        if batch.offsets is not None:
+            return self._advance_drafted(batch, tokens, batch.offsets)
+        state.fill(state.count(batch.counts, batch.sample_rows), tokens)
+        return result_column(batch, tokens, n), NO_PAIRS
+
+    def _advance_drafted(self, batch: Batch, tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As advance, when rows have drafts: the right ones stand, and the token after them."""
+        state, n = self.state, self.state.n
+        stands = accept(state, batch.sample_rows, offsets, tokens)
+        rows, offsets, tokens = batch.sample_rows[stands], offsets[stands], tokens[stands]
+        is_first = offsets == 0
+        drafted = rows[is_first & (state.num_drafts[rows] > 0)]
+        if batch.counts is None:
+            raise RuntimeError("a step with drafts computes one token a row")
+        state.computed[:n] += batch.counts
+        state.flat_tokens[state.token_base[rows] + state.known[rows] + offsets] = np.maximum(tokens, 0)
+        state.known[:n] += np.bincount(rows, minlength=n)
+        state.computed[drafted] = state.known[drafted] - 1
+        state.num_drafts[drafted] = 0
+        state.trim_blocks(drafted)
+        column = np.full(n, -1, I32)
+        column[rows[is_first]] = tokens[is_first]
+        more = np.stack([rows[~is_first].astype(I32), tokens[~is_first]], axis=1).reshape(-1)
+        return column, more
+
+
+class BatchBuilder(RowResults):
     """Buffers for up to `max_tokens` tokens a step."""
 
     def __init__(self, state: RequestState, max_tokens: int, device: str = "cpu") -> None:
@@ -55,6 +108,10 @@ class BatchBuilder:
         self._slots = np.zeros(size, I64)
         self._scratch = np.zeros(size, I64)
         self._lengths = np.zeros(state.seats, I32)
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """The row ops of a plan."""
+        self.state.apply(plan)
 
     def build(self, plan: SchedulerOutput) -> Batch | None:
         """Lay out the step of a plan whose row ops are applied. None when no row computes anything."""
@@ -108,14 +165,9 @@ class BatchBuilder:
         meta = self._meta(starts, lengths, table, slots, int(n.max()))
         samples = lengths >= state.known[active]
         sampling, last = active[samples], (starts[1:][samples] - 1).astype(I64)
-        if not has_drafts:
-            return Batch(self._tensor(ids), self._tensor(positions), meta, self._tensor(last), sampling, counts, total)
-        num = state.num_drafts[sampling] + 1                # a row with drafts has logits at each of its tokens
-        ends = np.cumsum(num)
-        offsets = self._iota[:int(ends[-1]) if ends.size else 0] - np.repeat(ends - num, num)
-        logits_index = np.repeat(last - num + 1, num) + offsets
-        return Batch(self._tensor(ids), self._tensor(positions), meta, self._tensor(logits_index),
-                     np.repeat(sampling, num), counts, total, offsets)
+        rows, index, offsets = sample_layout(state, sampling, last, has_drafts)
+        return Batch(self._tensor(ids), self._tensor(positions), meta, self._tensor(index), rows, counts, total,
+                     offsets)
 
     def _meta(self, starts: np.ndarray, lengths: np.ndarray, table: np.ndarray, slots: np.ndarray,
               max_query_len: int) -> BatchMeta:
@@ -130,44 +182,12 @@ class BatchBuilder:
         tensor = torch.from_numpy(array)
         return tensor if self.device == "cpu" else tensor.to(self.device)
 
-    def advance(self, batch: Batch | None, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Enter the step's result: `tokens` int32 [L] for batch.sample_rows (-1: the row's logits were bad).
 
-        Returns the result's columns: one token per row, -1 where nothing was sampled; and pairs (row, token) of tokens
-        after a row's first one.
-        """
-        state, n = self.state, self.state.n
-        if batch is None:
-            return np.full(n, -1, I32), NO_PAIRS
-        if batch.offsets is not None:
-            return self._advance_drafted(batch, tokens, batch.offsets)
-        state.computed[:n] += 1 if batch.counts is None else batch.counts
-        rows = batch.sample_rows
-        # A bad row goes on until the core ends it, and a step in flight may read its token: -1 is no id.
-        state.flat_tokens[state.token_base[rows] + state.known[rows]] = np.maximum(tokens, 0)
-        state.known[rows] += 1
-        if batch.counts is None:
-            return tokens, NO_PAIRS
-        column = np.full(n, -1, I32)
-        column[rows] = tokens
-        return column, NO_PAIRS
-
-    def _advance_drafted(self, batch: Batch, tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As advance, when rows have drafts: the right ones stand, and the token after them."""
-        state, n = self.state, self.state.n
-        stands = accept(state, batch.sample_rows, offsets, tokens)
-        rows, offsets, tokens = batch.sample_rows[stands], offsets[stands], tokens[stands]
-        is_first = offsets == 0
-        drafted = rows[is_first & (state.num_drafts[rows] > 0)]
-        if batch.counts is None:
-            raise RuntimeError("a step with drafts computes one token a row")
-        state.computed[:n] += batch.counts
-        state.flat_tokens[state.token_base[rows] + state.known[rows] + offsets] = np.maximum(tokens, 0)
-        state.known[:n] += np.bincount(rows, minlength=n)
-        state.computed[drafted] = state.known[drafted] - 1
-        state.num_drafts[drafted] = 0
-        state.trim_blocks(drafted)
-        column = np.full(n, -1, I32)
-        column[rows[is_first]] = tokens[is_first]
-        more = np.stack([rows[~is_first].astype(I32), tokens[~is_first]], axis=1).reshape(-1)
-        return column, more
+def result_column(batch: Batch | None, tokens: np.ndarray, num_rows: int) -> np.ndarray:
+    """One entry per row of the plan, -1 where nothing was sampled."""
+    if batch is not None and batch.counts is None:
+        return tokens
+    column = np.full(num_rows, -1, I32)
+    if batch is not None:
+        column[batch.sample_rows] = tokens
+    return column

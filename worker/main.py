@@ -5,6 +5,7 @@ Python; the compute pool is torch's.
 """
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -25,13 +26,18 @@ from worker.kept_rows import with_kept_rows
 from worker.profiler import OperatorProfiler, named_range, no_range
 
 if TYPE_CHECKING:
-    from worker.model_runner import ModelRunner
+    from worker.model_runner import ModelRunner, Step
 
 logger = logging.getLogger("worker")
 
 PHASE_INTERVAL_S = 0.1
 PROFILER_S = 60.0                               # prediction for reading what the profiler recorded
 FIRST_STEP_S = 6.0                              # prediction for the first step, which may warm things up
+STEP_POLL_S = 50e-6                             # how often messages and the step in flight are looked at
+
+
+class EarlierStepFailed(Exception):
+    """The step before the one being launched turned out to have failed."""
 
 
 class Starting:
@@ -72,14 +78,17 @@ class WorkerLoop:
         self.poller.register(self.profiler.fd, zmq.POLLIN)
         self.is_stopping = False
         self.step_s = 0.0                       # longest step so far, what a step is predicted to take at most
+        self.in_flight: Step | None = None      # launched, its result not sent
 
-    def poll(self, timeout_ms: int | None) -> None:
-        fd = self.life.lifeline.fileno()
-        if any(source == fd for source, _ in self.poller.poll(timeout_ms)):
+    def poll(self, timeout_ms: int | None) -> bool:
+        """Whether anything came."""
+        fd, events = self.life.lifeline.fileno(), self.poller.poll(timeout_ms)
+        if any(source == fd for source, _ in events):
             for _, message in self.life.lifeline.receive():
                 self.is_stopping |= isinstance(message, Shutdown)
             if self.life.lifeline.is_closed:
                 self.life.exit_orphaned()
+        return bool(events)
 
     def greet(self) -> None:
         """Take a Hello that is already there, so that phases reach the core too."""
@@ -105,14 +114,16 @@ class WorkerLoop:
         clock = time.monotonic_ns
         progress = Progress(self.config.run_dir, f"worker-{self.config.rank}")
         while not self.is_stopping:
-            progress.waiting()
-            self.poll(None)
+            if self.in_flight is None:
+                progress.waiting()
+            self._wait(runner, progress)
             if (answer := self.profiler.take()) is not None:
                 self.link.send(answer)
             while (item := self.link.receive()) is not None:
                 header, message = item
                 received_ns = clock()
                 if header.kind == HELLO:
+                    self._drop(runner)
                     self.link.epoch = header.epoch
                     self.link.send(with_kept_rows(ready, runner.state, is_sound=not runner.needs_reset))
                     runner.state.clear()
@@ -128,19 +139,73 @@ class WorkerLoop:
                 else:
                     progress.working(self.step_s or FIRST_STEP_S)
                     self._execute(runner, message, received_ns)
-                    self.step_s = max(self.step_s, (clock() - received_ns) / 1e9)
+            if self.in_flight is not None and self.in_flight.is_ready():
+                self._finish(runner)
+
+    def _wait(self, runner: ModelRunner, progress: Progress) -> None:
+        """Until there is a message, or the step in flight is done. Idle time goes to capturing graphs."""
+        while self.in_flight is not None:
+            if self.poll(0) or self.in_flight.is_ready():
+                return
+            time.sleep(STEP_POLL_S)
+        while runner.has_capture and not self.poll(0):
+            progress.working(FIRST_STEP_S)
+            runner.capture_next()
+        if not runner.has_capture:
+            progress.waiting()
+            self.poll(None)
 
     def _execute(self, runner: ModelRunner, plan: SchedulerOutput, received_ns: int) -> None:
+        """Launch a plan, then finish the one before it, which ran meanwhile."""
         runner.needs_reset = False
         runner.range = named_range if self.profiler.is_recording else no_range
         try:
             with runner.range(f"step {plan.step}"):
-                result = runner.execute(plan, received_ns)
-            self.link.send(result)
-            self.profiler.check_limit()
+                step = runner.launch(plan, received_ns, functools.partial(self._finish_before, runner))
+            self._finish_before(runner)
+        except EarlierStepFailed:
+            return                              # the core undoes this one too
         except Exception as error:              # the core undoes the step and ends whoever is to blame
+            self._finish(runner)
+            self._fail(runner, plan.step, error)
+            return
+        self.in_flight = step
+        if step.is_ready():
+            self._finish(runner)
+        self.profiler.check_limit()
+
+    def _finish(self, runner: ModelRunner) -> None:
+        """Send the result of the step in flight, if there is one; waits for it."""
+        step, self.in_flight = self.in_flight, None
+        if step is None:
+            return
+        try:
+            self.link.send(runner.finish(step))
+            self.step_s = max(self.step_s, (time.monotonic_ns() - step.received_ns) / 1e9)
+        except Exception as error:
+            self._fail(runner, step.number, error)
+
+    def _finish_before(self, runner: ModelRunner) -> None:
+        """The same within the next plan, which ends if this fails."""
+        self._finish(runner)
+        if runner.needs_reset:
+            raise EarlierStepFailed
+
+    def _fail(self, runner: ModelRunner, step: int, error: Exception) -> None:
+        if not runner.needs_reset:              # else it is known, and the core undoes what came after
             runner.needs_reset = True
-            self.link.send(StepFailed(plan.step, f"{type(error).__name__}: {error}", traceback.format_exc()))
+            text = "".join(traceback.format_exception(error))
+            self.link.send(StepFailed(step, f"{type(error).__name__}: {error}", text))
+
+    def _drop(self, runner: ModelRunner) -> None:
+        """Wait for the step in flight; nobody wants its result."""
+        step, self.in_flight = self.in_flight, None
+        try:
+            if step is not None:
+                runner.finish(step)
+        except Exception as error:
+            logger.warning("step %d failed after its core had ended: %s", step.number if step else -1, error)
+            runner.needs_reset = True
 
 
 def main() -> None:

@@ -15,6 +15,22 @@ from worker.sampling.row_options import RowOptions
 I32, I64 = np.int32, np.int64
 
 
+class Unread:
+    """Sampled tokens of one step whose values are not here yet: entry i belongs to row rows[i], -1 once that has left,
+    at positions[i]. Follows the rows as they move."""
+
+    __slots__ = ("rows", "positions")
+
+    def __init__(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        self.rows, self.positions = rows, positions
+
+    def move(self, row: int, last: int) -> None:
+        """`row` leaves, `last` takes its place."""
+        self.rows[self.rows == row] = -1
+        if row != last:
+            self.rows[self.rows == last] = row
+
+
 class RequestState:
     """`seats` rows of up to `max_model_len` tokens. Memory of unused tails is never touched, so it costs nothing."""
 
@@ -51,6 +67,7 @@ class RequestState:
         self.options: list[RowOptions | None] = [None] * seats
         self.num_with_options = 0
         self.penalties = PenaltyCounts()
+        self.unread: Unread | None = None       # of the last step, until its result is here
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -59,6 +76,8 @@ class RequestState:
             self._drop_options(row)
         self.n = 0
         self.num_with_floor = 0
+        if self.unread is not None:
+            self.unread.rows[:] = -1
 
     def apply(self, plan: SchedulerOutput) -> None:
         """The row ops of a plan: moves, new, extend, advance."""
@@ -107,6 +126,8 @@ class RequestState:
         self.num_blocks[rows] = np.minimum(self.num_blocks[rows], keep)
 
     def _remove(self, row: int, last: int) -> None:
+        if self.unread is not None:
+            self.unread.move(row, last)
         self.num_with_floor -= bool(self.floor[row] > self.num_prompt[row])
         self._drop_options(row)
         self.options[row], self.options[last] = self.options[last], None
@@ -148,6 +169,23 @@ class RequestState:
             self.num_drafts[row] = 0
             options = self.options[row] = RowOptions.of(params, self.penalties)
             self.num_with_options += options is not None
+
+    def count(self, counts: np.ndarray | None, sample_rows: np.ndarray) -> Unread:
+        """A step is under way: its tokens (`counts` per row; None: one each) are computed, and each of `sample_rows`
+        has one more, whose value `fill` enters later."""
+        self.computed[:self.n] += 1 if counts is None else counts
+        self.unread = Unread(sample_rows.copy(), self.known[sample_rows])
+        self.known[sample_rows] += 1
+        return self.unread
+
+    def fill(self, unread: Unread, tokens: np.ndarray) -> None:
+        """Enter what a step sampled, int32 [L]; -1: the row's logits were bad. Values of rows that left are dropped."""
+        if self.unread is unread:
+            self.unread = None
+        is_here = unread.rows >= 0
+        # A bad row goes on until the core ends it, and a step in flight may read its token: -1 is no id.
+        self.flat_tokens[self.token_base[unread.rows[is_here]] + unread.positions[is_here]] = np.maximum(
+            tokens[is_here], 0)
 
     def _drop_options(self, row: int) -> None:
         options, self.options[row] = self.options[row], None

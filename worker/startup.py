@@ -16,6 +16,7 @@ from ipc.sampling_params import SamplingParams
 from worker.attention.base import AttentionBackend
 from worker.attention.registry import get_backend, resolve_backend
 from worker.batch import BatchBuilder
+from worker.decode_graphs import resolve_mode
 from worker.jit import build
 from worker.kv_pool import (RESERVED_BLOCKS, KVPool, cpu_num_blocks, free_memory, kv_bytes_per_block,
                             measure_block_swap_ns, profile_num_blocks)
@@ -91,6 +92,34 @@ def make_drafter(config: WorkerProcess) -> NgramDrafter | None:
     logger.info("drafts: at most %d tokens after the last occurrence of the newest %d to %d",
                 config.num_speculative_tokens, model.prompt_lookup_min, model.prompt_lookup_max)
     return NgramDrafter(config.num_speculative_tokens, model.prompt_lookup_max, model.prompt_lookup_min)
+
+
+def prepare_device(runner: ModelRunner, max_tokens: int, starting: Starting, between: Callable[[], None]) -> None:
+    """On CUDA: launch once what steps will launch, so that no request waits for a compiler; capture graphs, if they
+    shall be there from the start. Each is a phase."""
+    if runner.device == "cpu":
+        return
+    from worker.attention.triton_paged import TritonBackend
+    starting.begin("warm up kernels")
+    between()
+    if isinstance(runner.backend, TritonBackend):
+        config = runner.model.config
+        runner.backend.warm_up(runner.pool.caches[0], num_heads=config.num_attention_heads,
+                               dtype=runner.model.embed_tokens.dtype, block_size=runner.pool.block_size,
+                               window=config.sliding_window)
+    sizes = [1 << power for power in range(max_tokens.bit_length())]
+    for done, num_tokens in enumerate(sizes):
+        runner.warm_up(num_tokens)
+        starting.advance((done + 0.9) / len(sizes))
+    starting.end(f"steps of up to {sizes[-1]} tokens")
+    graphs = runner.graphs
+    if graphs is not None and graphs.mode == "on":
+        starting.begin("capture graphs")
+        between()
+        while runner.has_capture:
+            runner.capture_next()
+            starting.advance(0.999 - graphs.num_left / len(graphs.sizes))
+        starting.end(f"{len(graphs.sizes)} sizes up to {graphs.sizes[-1]} rows")
 
 
 def _out_of_memory(config: WorkerProcess, dtype: str, device: str) -> str:
@@ -182,10 +211,18 @@ def build_runner(config: WorkerProcess, starting: Starting,
     if swap_block_ns:
         logger.info("swap space of %d blocks; one out and back takes %d us", num_host_blocks, swap_block_ns // 1000)
     starting.end(text)
+    try:
+        graphs, reason = resolve_mode(config.cuda_graphs, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    is_resident = backend_name == "triton"
+    logger.info("CUDA graphs %s (%s); batches are made on the %s", graphs, reason,
+                "device" if is_resident or graphs != "off" else "host")
     runner = ModelRunner(model, backend, pool, num_host_blocks, seats=seats, max_tokens=config.max_num_batched_tokens,
                          max_model_len=max_model_len, eos_token_ids=model_config.eos_token_ids, device=device,
                          num_valid_tokens=num_valid_tokens(config.model.files), files=config.model.files,
-                         drafter=make_drafter(config))
+                         drafter=make_drafter(config), graphs=graphs, is_resident=is_resident)
+    prepare_device(runner, config.max_num_batched_tokens, starting, between)
     if device == "cpu":
         jit_threads.set_num_threads(threads)
         jit_threads.warm_up(model_config.vocab_size)

@@ -4,6 +4,7 @@ equals the request alone, and idle means every block is free. Through real proce
 """
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +17,11 @@ from ipc.errors import FAULT
 from ipc.messages import FINISH_ERROR, FINISH_LENGTH
 from ipc.model_config import ModelConfig
 from ipc.model_source import ModelFiles
-from bench.simulation import VOCAB
+from bench.simulation import VOCAB, over_the_wire
 from tests.engine_core.tools import Engine
 from worker.attention.registry import get_backend
 from worker.kv_pool import KVPool
-from worker.model_runner import ModelRunner
+from worker.model_runner import ModelRunner, Step
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
 from worker.spec_decode.ngram import NgramDrafter
@@ -87,15 +88,38 @@ class Oracle(NgramDrafter):
 class RealEngine(Engine):
     """An Engine whose worker is the real one."""
 
-    def __init__(self, backend_name: str, *, num_blocks: int, num_host_blocks: int = 0, **options: Any) -> None:
-        super().__init__(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks, max_model_len=MAX_MODEL_LEN,
+    def __init__(self, backend_name: str, *, num_blocks: int, num_host_blocks: int = 0, graphs: str = "off",
+                 block_size: int = BLOCK_SIZE, is_resident: bool = False, **options: Any) -> None:
+        super().__init__(num_blocks, block_size, num_host_blocks=num_host_blocks, max_model_len=MAX_MODEL_LEN,
                          partial=True, **options)
         model, backend = tiny_model(), get_backend(backend_name)
         num_drafts = self.core.config.num_speculative_tokens
-        pool = KVPool(backend, num_blocks, BLOCK_SIZE, model.kv_spec(), torch.float32)
+        pool = KVPool(backend, num_blocks, block_size, model.kv_spec(), torch.float32)
         self.worker = ModelRunner(model, backend, pool, num_host_blocks, seats=self.rows.seats,
                                   max_tokens=self.core.config.max_num_batched_tokens, max_model_len=MAX_MODEL_LEN,
-                                  eos_token_ids=[], drafter=Oracle(backend_name, num_drafts) if num_drafts else None)
+                                  eos_token_ids=[], graphs=graphs, is_resident=is_resident,
+                                  drafter=Oracle(backend_name, num_drafts) if num_drafts else None)
+
+
+class OverlappingEngine(RealEngine):
+    """As the worker's loop does it: a plan is launched before the one in front of it is finished."""
+
+    def run(self, limit: int = 1000) -> int:
+        launched: collections.deque[Step] = collections.deque()
+        for count in range(limit):
+            while self.core.can_plan() and (plan := self.core.plan()) is not None:
+                self.core.plan_sent(0)
+                launched.append(self.worker.launch(over_the_wire(plan), 0, lambda: self._finish(launched, 0)))
+                self._finish(launched, 1)
+            if not launched:
+                self.take()
+                return count
+            self._finish(launched, 0)
+        raise AssertionError(f"not idle after {limit} steps")
+
+    def _finish(self, launched: collections.deque[Step], left: int) -> None:
+        while len(launched) > left:
+            self.commit(over_the_wire(self.worker.finish(launched.popleft())))
 
 
 @functools.cache
@@ -125,6 +149,32 @@ def test_every_output_equals_the_request_alone(name, is_async, backend_name):
     assert (engine.stats.num_accepted_tokens > 0) == ("drafts" in name)
     assert (engine.stats.num_hit_tokens + engine.stats.num_adopted_tokens >= 8) == (name != "no-cache-two-seats")
     engine.assert_idle()
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("backend_name, kind", [("cpu", RealEngine), ("reference", OverlappingEngine),
+                                                ("cpu", OverlappingEngine)])
+def test_padded_static_steps_give_the_same_tokens(backend_name, kind, name):
+    """Batches made on the device, decodes padded with rows of slot -1 and length 0; results read a step late."""
+    engine = kind(backend_name, async_scheduling=kind is OverlappingEngine, graphs="static", **CONFIGURATIONS[name])
+    for request_id, prompt in PROMPTS.items():
+        engine.add(request_id, prompt, max_tokens=MAX_TOKENS[request_id])
+    engine.run()
+    assert engine.tokens == alone(backend_name)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("params", [dict(temperature=0.8), dict(frequency_penalty=0.7), dict(min_tokens=5)])
+def test_rows_that_need_the_host_give_the_same_tokens_beside_a_step_in_flight(params):
+    """Some rows of the batch draw or have options, the others are sampled on the device until those come."""
+    outputs = []
+    for kind, graphs in ((RealEngine, "off"), (OverlappingEngine, "static")):
+        engine = kind("cpu", num_blocks=64, async_scheduling=True, graphs=graphs)
+        for request_id, prompt in PROMPTS.items():
+            engine.add(request_id, prompt, max_tokens=MAX_TOKENS[request_id], **(params if request_id == 4 else {}))
+        engine.run()
+        outputs.append(dict(engine.tokens))
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])

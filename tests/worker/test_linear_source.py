@@ -124,7 +124,7 @@ def make_process(files: ModelFiles, backend: str = "auto", cache: dict[str, Any]
     return WorkerProcess(rank=0, listen="", epoch=1, model=ModelSection(files=files, **section), max_num_seqs=4,
                          cache=CacheConfig(**(cache or {})), max_num_batched_tokens=64,
                          num_speculative_tokens=0, device="cpu",
-                         attention_backend=backend, num_threads=2, run_dir="", log_level="info")
+                         attention_backend=backend, cuda_graphs="auto", num_threads=2, run_dir="", log_level="info")
 
 
 def test_what_a_worker_runs_is_chosen_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,8 @@ def _refusal(config: WorkerProcess, device: str) -> str | None:
         return f"the device is {device}"
     if config.attention_backend not in ("auto", "jit"):
         return f"--attention-backend {config.attention_backend} was asked for"
+    if config.cuda_graphs == "static":
+        return "--cuda-graphs static was asked for, which pads the torch model's steps"
     missing = features.missing()
     if missing is not None:
         return missing

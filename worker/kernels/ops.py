@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from worker.kernels.add_rms_norm import add_rms_norm
+from worker.kernels.argmax import argmax
 from worker.kernels.embedding import embedding
 from worker.kernels.moe import experts
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write
+from worker.kernels.rows import TRITON_ROW_OPS
 from worker.kernels.silu_mul import silu_mul
 from worker.models.layers import HeadNorm, RMSNorm
 from worker.models.ops import Ops
@@ -24,11 +26,16 @@ if TYPE_CHECKING:
 class TritonOps(Ops):
     """Fused kernels, for CUDA devices and Triton's interpreter."""
 
+    rows = TRITON_ROW_OPS
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         return embedding(ids, table)
 
     def add_norm(self, norm: RMSNorm, residual: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         return add_rms_norm(residual, delta, norm.weight, norm.eps), residual
+
+    def arg_max(self, logits: Tensor) -> Tensor:
+        return argmax(logits)
 
     def silu_mul(self, both: Tensor) -> Tensor:
         return silu_mul(both)

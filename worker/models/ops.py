@@ -13,13 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.models.layers import HeadNorm, RMSNorm, apply_rope
+from worker.row_ops import TORCH_ROW_OPS
 
 if TYPE_CHECKING:
     from worker.attention.base import AttentionBackend, BatchMeta
 
 
 class Ops:
-    """Stateless; one instance serves every model."""
+    """Stateless; one instance serves every model. `rows`: how batches are made on this device."""
+
+    rows = TORCH_ROW_OPS
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """ids [N], table [V, E] -> [N, E], the step's own copy: the residual stream starts as it."""
@@ -31,6 +34,11 @@ class Ops:
         if delta is not None:
             residual = residual.add_(delta)
         return norm(residual), residual
+
+    def arg_max(self, logits: Tensor) -> Tensor:
+        """logits [L, V] -> int32 [L]: the first index of each row's largest; -1 where that is not finite."""
+        largest, index = logits.max(-1)
+        return torch.where(torch.isfinite(largest), index, -1).int()
 
     def silu_mul(self, both: Tensor) -> Tensor:
         """both [N, 2F], gate then up -> silu(gate) * up [N, F]."""
