@@ -39,7 +39,8 @@ def setup(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="launch.py setup")
     parser.add_argument("--torch", default="", metavar="cpu|cuda|INDEX",
                         help="build of torch; INDEX: URL of a wheel index. Default: cuda where an NVIDIA driver is")
-    parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="triton, otel or test; repeatable")
+    parser.add_argument("--extra", action="append", default=[], metavar="NAME",
+                        help="triton, fuzz, otel or test; repeatable")
     args = parser.parse_args(argv)
     ensure(args.extra, args.torch)
     say("launch.py: set up; packages are those of {}".format(sys.executable))
@@ -74,6 +75,14 @@ def simulate(argv: list[str]) -> int:
 
 def chaos(argv: list[str]) -> int:
     return module_command("bench.chaos", argv)
+
+
+def fuzz(argv: list[str]) -> int:
+    return module_command("bench.fuzz", argv)
+
+
+def soak(argv: list[str]) -> int:
+    return module_command("bench.soak", argv)
 
 
 def chat(argv: list[str]) -> int:
@@ -191,8 +200,8 @@ def main(argv: list[str]) -> int:
     from ipc.launch_setup import STARTED, SetupError
     os.environ.setdefault(STARTED, repr(time.monotonic()))
     commands = {"demo": demo, "serve": serve, "setup": setup, "test": test, "bench": bench,
-                "replay": replay, "simulate": simulate, "chaos": chaos, "profile": profile, "top": top, "tune": tune,
-                "chat": chat, "complete": complete,
+                "replay": replay, "simulate": simulate, "chaos": chaos, "fuzz": fuzz, "soak": soak,
+                "profile": profile, "top": top, "tune": tune, "chat": chat, "complete": complete,
                 "run-batch": run_batch, "tokenize": tokenize, "models": models, "doctor": doctor}
     try:
         check_command(argv[0], commands)

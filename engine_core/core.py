@@ -30,11 +30,10 @@ from ipc.errors import FAULT, INVALID, OVERLOADED
 from ipc.messages import (EMPTY, FINISH_ABORT, FINISH_ERROR, Abort, AddRequest, Admitted, Command, CommandReply,
                           Finished, ModelRunnerOutput, NewRow, Outputs, Pooled, SchedulerOutput, StepFailed,
                           TokenLogprobs, WorkerReady)
-from ipc.sampling_params import MAX_N
+from ipc.sampling_params import MAX_N, PRIORITY_LIMIT
 
 logger = logging.getLogger(__name__)
 
-MAX_PRIORITY = 1 << 31                          # with ageing it stays within an int64 column
 MAX_STEP_FAULTS = 2                             # failed steps that end a request, if it was alone in the last
 MAX_LOST_WORKERS = 3                            # the same for steps that ended the worker (others may have killed it)
 KEPT_PLANS = 1000                               # after so many, nobody adds a request of a former core any more
@@ -131,8 +130,8 @@ class EngineCore:
             return INVALID, f"n is {message.num_choices}; allowed are 1 to {MAX_N}"
         if not 0 <= message.choice < MAX_N:
             return INVALID, f"choice is {message.choice}; allowed are 0 to {MAX_N - 1}"
-        if abs(message.priority) > MAX_PRIORITY:
-            return INVALID, f"priority is {message.priority}; allowed are {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        if abs(message.priority) > PRIORITY_LIMIT:
+            return INVALID, f"priority is {message.priority}; allowed are {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}"
         if any(i >> NUMBER_SHIFT != number or i in self.requests for i in ids):
             return INVALID, f"request id {message.request_id} is not free for frontend {number}"
         if len(message.prompt_token_ids) % 4 or len(message.output_token_ids) % 4:

@@ -39,7 +39,7 @@ from ipc.config import EngineConfig, ModelSection, Peer
 from ipc.engine_process import EngineProcess
 from ipc.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
 from ipc.messages import AddRequest, EngineReady, EngineUp, PeerDown, PeerUp, Phase
-from ipc.sampling_params import SamplingParams
+from ipc.sampling_params import SamplingParams, check_priority
 
 logger = logging.getLogger(__name__)
 
@@ -238,8 +238,8 @@ class AsyncLLM:
         try:
             stream.metrics.sent_time = time.monotonic()
             client.add(stream.choices, AddRequest(
-                stream.choices[0].request_id, memoryview(tokens), wire, num_choices=params.n, priority=priority,
-                arrival_time=arrival, cache_salt=cache_salt))
+                stream.choices[0].request_id, memoryview(tokens), wire, num_choices=params.n,
+                priority=check_priority(priority), arrival_time=arrival, cache_salt=cache_salt))
             while True:
                 output = await stream.next()
                 yield output
@@ -282,7 +282,7 @@ class AsyncLLM:
             await self._wait_resumed()
         try:
             client.add(stream.choices, AddRequest(
-                stream.choices[0].request_id, memoryview(tokens), params, priority=priority,
+                stream.choices[0].request_id, memoryview(tokens), params, priority=check_priority(priority),
                 arrival_time=stream.metrics.arrival_time, cache_salt=cache_salt))
             output = await stream.next()
         finally:

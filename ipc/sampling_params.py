@@ -25,6 +25,15 @@ MAX_BAD_WORD_TOKENS = 256   # of one sequence; two sequences for each word
 MAX_LOGITS_PROCESSORS = 8
 POOLING_KINDS = ("", "last", "mean")
 SEED_LIMIT = 1 << 64
+PRIORITY_LIMIT = 1 << 31    # with ageing a priority stays within an int64 column
+
+
+def check_priority(value: int | None) -> int:
+    """The priority of a request, 0 when none is given. Raises RequestError: it would not fit the queue's columns."""
+    priority = value or 0
+    if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
+        raise RequestError(f"priority is {priority}; allowed are {-PRIORITY_LIMIT} to {PRIORITY_LIMIT - 1}", "priority")
+    return priority
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):

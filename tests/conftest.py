@@ -11,7 +11,7 @@ from frontend import AsyncLLM
 from ipc.cli import build_config
 from ipc.config import Peer
 from tests.processes.tools import REFERENCE_FLAGS, LoopThread, ServerProcess, assert_nothing_left
-from tests.tiny_model import write_tiny_model
+from bench.tiny_model import write_tiny_model
 
 ATTACHED_NUMBER = 9                             # frontend number of the tests; the server's own is 1
 

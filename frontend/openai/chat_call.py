@@ -12,12 +12,11 @@ import msgspec
 
 from frontend.openai.chat import render, with_tools
 from frontend.openai.engine import EngineLike
-from frontend.openai.protocol import PRIORITY_LIMIT
 from frontend.outputs import OutputKind, RequestOutput
 from frontend.tools.request import ToolUse
 from frontend.tools.scanner import Piece, Scanner
 from ipc.errors import RequestError
-from ipc.sampling_params import SamplingParams
+from ipc.sampling_params import SamplingParams, check_priority
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
 
@@ -46,9 +45,7 @@ async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[
 
     Without a limit of its own the answer may fill what the prompt leaves. Raises RequestError with the API's names.
     """
-    priority = getattr(request, "priority", None) or 0
-    if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
-        raise RequestError(f"priority is {priority}; allowed are {-PRIORITY_LIMIT} to {PRIORITY_LIMIT - 1}", "priority")
+    priority = check_priority(getattr(request, "priority", None))
     params = _params(request, renamed)
     if tools is not None:
         params = with_tools(params, tools)

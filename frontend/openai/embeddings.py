@@ -19,6 +19,7 @@ from frontend.openai.generation import check_engine, check_model
 from frontend.openai.limits import check_choices
 from frontend.openai.protocol import NeutralValues
 from ipc.errors import RequestError
+from ipc.sampling_params import check_priority
 
 NEUTRAL_VALUES: NeutralValues = {"dimensions": (), "truncate_prompt_tokens": ()}
 
@@ -70,13 +71,14 @@ async def create_embeddings(exchange: Exchange, engine: EngineLike) -> None:
         raw = parse_prompt(request.input)
     except RequestError as exc:
         raise RequestError(str(exc).replace("prompt", "input", 1), "input") from None
+    priority = check_priority(request.priority)
     check_choices(1, len(raw), exchange.limits.max_choices)
     add_special_tokens = request.add_special_tokens is not False
     prompts = [checked_prompt(engine, prompt, index, add_special_tokens) for index, prompt in enumerate(raw)]
     name = f"embd-{secrets.token_hex(16)}"
     tasks = [asyncio.create_task(engine.encode(
         prompt, pooling=request.pooling or "last", normalize=request.normalize is not False,
-        request_id=f"{name}-{index}", priority=request.priority or 0, add_special_tokens=add_special_tokens,
+        request_id=f"{name}-{index}", priority=priority, add_special_tokens=add_special_tokens,
         cache_salt=exchange.cache_salt(request.cache_salt))) for index, prompt in enumerate(prompts)]
     try:
         async with exchange.watch():

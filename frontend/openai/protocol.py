@@ -15,7 +15,7 @@ import msgspec
 
 from frontend.openai.structured import structured_outputs_of
 from ipc.errors import RequestError
-from ipc.sampling_params import SamplingParams
+from ipc.sampling_params import SamplingParams, check_priority
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,6 @@ NEUTRAL_VALUES: NeutralValues = {
 
 MAX_NAMED_FIELDS = 20                           # in the header x-ignored-fields
 MAX_FIELD_CHARS = 64
-PRIORITY_LIMIT = 1 << 31
 
 R = TypeVar("R", bound=GenerationRequest)
 S = TypeVar("S", bound=msgspec.Struct)
@@ -175,9 +174,7 @@ def decode(cls: type[R], body: bytes) -> tuple[R, list[str]]:
     """
     request, ignored = decode_fields(cls, body, NEUTRAL_VALUES)
     _check_stream_options(request)
-    if not -PRIORITY_LIMIT <= (request.priority or 0) < PRIORITY_LIMIT:
-        raise RequestError(f"priority is {request.priority}; allowed are {-PRIORITY_LIMIT} to {PRIORITY_LIMIT - 1}",
-                           "priority")
+    check_priority(request.priority)
     return request, ignored
 
 

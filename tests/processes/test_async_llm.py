@@ -14,7 +14,7 @@ from ipc.errors import ConfigError, EngineDeadError, RequestError
 from tests.conftest import RunningEngine
 from tests.processes.tools import (ENDLESS_TOKENS, OPTIONS, LoopThread, assert_nothing_left, run_dirs, run_script,
                                    survivors, wait_idle)
-from tests.tiny_model import MAX_MODEL_LEN, VOCAB
+from bench.tiny_model import MAX_MODEL_LEN, VOCAB
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,7 +14,7 @@ import pytest
 from frontend import LLM, SamplingParams
 from ipc.errors import ConfigError, RequestError
 from tests.processes.tools import ENDLESS_TOKENS, OPTIONS, assert_nothing_left, run_script, survivors, wait_until
-from tests.tiny_model import MAX_MODEL_LEN
+from bench.tiny_model import MAX_MODEL_LEN
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import RunningEngine
 from tests.processes.tools import ENDLESS_TOKENS, wait_idle
-from tests.tiny_model import MAX_MODEL_LEN, VOCAB
+from bench.tiny_model import MAX_MODEL_LEN, VOCAB
 
 pytestmark = pytest.mark.timeout(60)
 

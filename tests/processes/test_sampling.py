@@ -11,7 +11,7 @@ from frontend import SamplingParams
 from ipc.errors import RequestError
 from tests.conftest import RunningEngine
 from tests.processes.test_server import call
-from tests.tiny_model import VOCAB
+from bench.tiny_model import VOCAB
 
 pytestmark = pytest.mark.timeout(60)
 MESSAGES = [{"role": "user", "content": "hi"}]

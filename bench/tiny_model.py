@@ -46,7 +46,7 @@ def write_tiny_model(folder: Path, seed: int = 7) -> str:
 
 def _tokenizer() -> tuple[tokenizers.Tokenizer, dict[str, int]]:
     vocab = {char: byte for byte, char in BYTE_TO_CHAR.items()}
-    pairs = [tuple(merge.split(" ")) for merge in MERGES]
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
     for left, right in pairs:
         vocab[left + right] = len(vocab)
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs))
