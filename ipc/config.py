@@ -116,7 +116,7 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     served_model_name: str = ""                 # "": the name given as --model
     drain_timeout: float = 0.0                  # seconds that running streams get after SIGTERM; 0: they end at once
     metrics_prefix: str = "vllm"                # namespace of /metrics: dashboards made for vLLM work as they are
-    max_connections: int = 4096                 # open at once; more are answered 503 and closed
+    max_connections: int = 4096                 # open at once; idle ones make room for new ones, else 503
     api_keys: tuple[str, ...] = ()              # none: whoever reaches the port may use it
     admin_api_keys: tuple[str, ...] = ()        # none: there are no control routes
     allowed_origins: tuple[str, ...] = ()       # of web pages elsewhere that may call this server; "*": all

@@ -1,6 +1,7 @@
 """What the server does below the application: TLS, the cap on connections, and keep-alive bytes while paused."""
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import shutil
@@ -12,17 +13,38 @@ from pathlib import Path
 
 import pytest
 
+from frontend.http_server import LimitedHttpProtocol
 from ipc.errors import ConfigError
 from tests.frontend.fake_llm import MODEL, FakeLLM
 from tests.frontend.live_server import LiveServer
 
 
+BODY = json.dumps({"prompt": "a", "max_tokens": 40, "stream": True}).encode()
+STREAM = (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+          % len(BODY) + BODY)
+
+
+def connect(server: LiveServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := sock.recv(1 << 20):
+            data += piece
+    return data
+
+
 def test_one_connection_more_than_allowed_is_answered_and_closed() -> None:
-    with LiveServer(FakeLLM(), max_connections=2) as server:
-        held = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(2)]
+    llm = FakeLLM()
+    llm.token_s = 30.0                          # so that the connections are in use
+    with LiveServer(llm, max_connections=2) as server:
+        held = [connect(server) for _ in range(2)]
         for connection in held:
-            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.sendall(STREAM.replace(b'"stream": true', b'"n": 1        '))
+        while len(llm.calls) < 2:
+            time.sleep(0.01)
         refused = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
         refused.request("GET", "/health")
         response = refused.getresponse()
@@ -56,6 +78,70 @@ def test_a_stream_is_whole_when_the_client_reads_late() -> None:
     assert lines.pop() == b"data: [DONE]"
     chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "".join(llm.script)
+
+
+def test_an_idle_connection_makes_room_for_a_new_one() -> None:
+    with LiveServer(FakeLLM(), max_connections=3) as server:
+        silent, half, idle = (connect(server) for _ in range(3))
+        half.sendall(b"GET /health HTTP/1.1\r\nhost")
+        idle.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+        fourth = connect(server)
+        fourth.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert fourth.recv(4096).startswith(b"HTTP/1.1 200")
+        assert silent.recv(10) == b""           # it had been idle longest
+        for sock in (silent, half, idle, fourth):
+            sock.close()
+
+
+def test_a_request_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedHttpProtocol, "request_read_s", 0.2)
+    with LiveServer(FakeLLM()) as server:
+        silent, half, body = (connect(server) for _ in range(3))
+        half.sendall(STREAM[:30])
+        body.sendall(STREAM[:-5])
+        assert read_all(silent) == b""
+        for sock in (half, body):
+            assert read_all(sock).startswith(b"HTTP/1.1 408 ")
+        for sock in (silent, half, body):
+            sock.close()
+
+
+def test_a_long_answer_is_not_taken_for_a_slow_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when half of a second request has come meanwhile."""
+    monkeypatch.setattr(LimitedHttpProtocol, "request_read_s", 0.1)
+    llm = FakeLLM()
+    llm.token_s = 0.01
+    with LiveServer(llm) as server, connect(server) as sock:
+        sock.sendall(STREAM + STREAM[:40])
+        data = b""
+        while b"[DONE]" not in data:
+            piece = sock.recv(1 << 16)
+            assert piece, data
+            data += piece
+        assert b"408" not in data
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_its_request_ends(monkeypatch: pytest.MonkeyPatch,
+                                                                     caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(LimitedHttpProtocol, "slow_reader_s", 0.3)
+    llm = FakeLLM()
+    llm.script = ["x" * 500_000] * 60           # more than all buffers on the way hold
+    with LiveServer(llm) as server:
+        reads, stalls = connect(server), connect(server)
+        stalls.sendall(STREAM)
+        reads.sendall(STREAM)
+        data = b""
+        while b"[DONE]" not in data:            # one that reads is served meanwhile
+            data = data[-10:] + reads.recv(1 << 20)
+        deadline = time.monotonic() + 10
+        while llm.num_aborted == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert not read_all(stalls).endswith(b"[DONE]\n\n")
+        for sock in (reads, stalls):
+            sock.close()
+    assert sum("took less than" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed; it makes the certificate")
