@@ -145,7 +145,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                is_secret=True),
         Option("--admin-api-key", "frontend.admin_api_keys", str, "a key for the control routes, which are off without "
                "one; repeatable", is_list=True, is_secret=True),
-        Option("--max-connections", "frontend.max_connections", parse_count, "open at once; idle ones make room for new ones, else 503"),
+        Option("--max-connections", "frontend.max_connections", parse_count,
+               "open at once; idle ones make room for new ones, else 503"),
         Option("--ssl-certfile", "frontend.ssl_certfile", str, "serve HTTPS with this certificate (PEM)"),
         Option("--ssl-keyfile", "frontend.ssl_keyfile", str, "its private key, if that is another file"),
         Option("--allowed-origins", "frontend.allowed_origins", str, "web pages elsewhere that may call this server; "
