@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bench.sim_accounts import Accounts
 from bench.sim_worker import SimRow, SimWorker, expected_outputs
 from engine_core.core import EngineCore
 from ipc import codec
@@ -245,6 +246,7 @@ class Simulation:
         )
         self.core = EngineCore(scheduler, cache, self.ready, b"k" * 32)
         self.config, self.cache = scheduler, cache
+        self.accounts = Accounts()
         self.worker = self.make_worker()
         self.in_flight: collections.deque[tuple[SchedulerOutput, list[int]]] = collections.deque()
         self.old_results: list[ModelRunnerOutput] = []
@@ -310,6 +312,7 @@ class Simulation:
             plan = core.plan()
             if plan is None:
                 break
+            self.accounts.planned(plan)
             self.in_flight.append((over_the_wire(plan), core.scheduler.rows.ids[: plan.num_rows].tolist()))
             if rng.random() < 0.9:
                 core.plan_sent(0)
@@ -334,6 +337,7 @@ class Simulation:
             self.in_flight.clear()  # the worker ignores them
             named = poisoned if rng.random() < 0.3 else []
             self.statistics.num_failed += 1
+            self.accounts.num_failed += 1
             core.abort_step(over_the_wire(StepFailed(plan.step, "boom", request_ids=named)))
             return
         is_hit = rng.random() < self.options.nan_rate
@@ -347,6 +351,7 @@ class Simulation:
         if is_hit:
             self.may_error.update(ids[row] for row in bad)
         self.old_results = [*self.old_results[-5:], result]
+        self.accounts.committed(plan, result)
         core.commit(over_the_wire(result))
 
     def _computing(self, plan: SchedulerOutput, ids: list[int]) -> list[int]:
@@ -430,6 +435,7 @@ class Simulation:
         self.statistics.num_preemptions += old.scheduler.stats.num_preemptions
         self.statistics.num_kept_tokens += old.scheduler.stats.num_replayed_hit_tokens
         self.core = EngineCore(old.config, self.cache, self.ready, b"k" * 32)
+        self.accounts = Accounts()
         self.core.kept.take(over_the_wire(self.worker.kept(self.ready)), self.core.scheduler.blocks)
         self.worker.drop_rows()
         self.in_flight.clear()
@@ -489,6 +495,10 @@ class Simulation:
         core.scheduler.host.next_plan()
         self._expect(core.scheduler.host.num_free == self.sizes[2], "idle, and host slots are not free")
         self._expect(not core.requests and not core.scheduler.has_work, "idle, and requests are left")
+        is_complete = not self.statistics.num_restarts and not any(sent.is_gone for sent in self.sent.values())
+        ends = [sent.end for sent in self.sent.values() if sent.end is not None] if is_complete else None
+        wrong = self.accounts.differences(core.scheduler.stats, self.block_size, ends)
+        self._expect(not wrong, "; ".join(wrong))
         for request_id, sent in self.sent.items():
             if not sent.is_gone:
                 self._check_request(request_id, sent)

@@ -324,11 +324,11 @@ class EngineCore:
         again is the cause and ends.
         """
         scheduler = self.scheduler
-        scheduler.stats.num_failed_steps += 1
         record = next((r for r in scheduler.rows.in_flight if r.step == failure.step), None)
         if record is None:
             scheduler.stats.num_late_results += 1
             return
+        scheduler.stats.num_failed_steps += 1
         suspects = requests_of(scheduler, record)
         named = [self.requests[i] for i in failure.request_ids if i in self.requests]
         undo_in_flight(scheduler)

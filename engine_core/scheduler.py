@@ -53,8 +53,8 @@ class Step:
 class Scheduler:
     """Owner of the waiting queue, the rows and the blocks."""
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager, hasher: BlockHasher, *, num_host_slots: int = 0,
-                 max_model_len: int = 1 << 30, swap_block_ns: int = 0) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, hasher: BlockHasher, *, num_host_slots: int,
+                 max_model_len: int, swap_block_ns: int) -> None:
         self.config, self.blocks, self.hasher = config, blocks, hasher
         self.host = HostPool(num_host_slots)
         # A row computes at least one token a step, so there are never more seats than tokens in the budget.
@@ -275,11 +275,10 @@ class Scheduler:
             num_tokens = int(counts.sum())
             if num_tokens == 0 and not step.swap_out:
                 return None
-            computes = counts > 0
             for request, count in step.advance:
                 counts[request.row] += count
             rows.planned[:n] += counts
-            samples = computes & (rows.planned[:n] == rows.length[:n])
+            samples = rows.planned[:n] == rows.length[:n]   # an idle row has planned < length
             rows.length[:n] += samples
             for request, _ in step.chunks:
                 if samples[request.row]:
@@ -427,15 +426,12 @@ class Scheduler:
                                 and admit_one(self, step, request, budget) > 0)
         else:
             planned, length = int(rows.planned[request.row]), int(rows.length[request.row])
-            count = 0 if length >= int(rows.limit[request.row]) else self.chunk(length - planned, budget)
+            count = self.chunk(length - planned, budget)    # nothing is in flight: at least its newest token
             fresh = max(self.blocks.blocks_for(planned + count) - len(request.blocks), 0)
             self._until_it_fits(step, request, lambda: self.blocks.num_free >= fresh)
             self.extend(step, request, self.blocks.allocate(fresh) or [])
-            if count > 0:
-                step.chunks.append((request, count))
-                self.publish_planned(request, planned + count, step)
-            else:
-                step.idle.append(request)
+            step.chunks.append((request, count))
+            self.publish_planned(request, planned + count, step)
         step.idle += [r for r in rows.request[:rows.n] if r is not None and r is not request]
         return True
 

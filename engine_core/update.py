@@ -92,7 +92,7 @@ def _update_all(scheduler: Scheduler, stop: StopChecker, n: int, tokens: np.ndar
 def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, tokens: np.ndarray,
                  bad_rows: np.ndarray, failed_rows: np.ndarray, accepted: np.ndarray,
                  proposals: np.ndarray) -> Update:
-    rows, n = scheduler.rows, record.num_rows
+    rows, n, stats = scheduler.rows, record.num_rows, scheduler.stats
     extra = accepted_by_row(record, accepted, stop.vocab_size)
     then = np.arange(n)
     if record.is_moved:
@@ -138,8 +138,8 @@ def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, to
             if reason >= 0:
                 done.append((request, reason, token))
             settle_drafted(scheduler, row, request)
-            scheduler.stats.num_draft_tokens += int(record.drafted[then[at]])
-            scheduler.stats.num_accepted_tokens += count
+            stats.num_draft_tokens += int(record.drafted[then[at]])
+            stats.num_accepted_tokens += count
     is_filled = rows.computed[now] % rows.block_size == 0
     if record.drafted is not None:              # several tokens may pass the end of a block
         is_filled |= (record.drafted[then] > 0) & (rows.computed[now] // rows.block_size > before // rows.block_size)
@@ -151,7 +151,10 @@ def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, to
         if request.is_finished or tokens[row] < 0:
             continue
         num_dropped -= 1
-        for token in [int(tokens[row]), *extra.get(row, [])]:
+        if record.drafted is not None:
+            stats.num_draft_tokens += int(record.drafted[row])
+        for i, token in enumerate([int(tokens[row]), *extra.get(row, [])]):
+            stats.num_accepted_tokens += i > 0
             request.tokens += token.to_bytes(4, "little")
             extra_ids.append(request.request_id)
             extra_index.append(request.num_known_tokens - 1 - request.num_prompt_tokens)
@@ -163,7 +166,7 @@ def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, to
                 break
         if scheduler.blocks.enable_prefix_caching:
             scheduler.hasher.extend(request.hashes, request.root, request.tokens)
-    scheduler.stats.num_wasted_tokens += num_dropped
+    stats.num_wasted_tokens += num_dropped
     if extra_ids:
         ids = np.concatenate([ids, np.array(extra_ids, np.int64)])
         output_index = np.concatenate([output_index, np.array(extra_index, np.int64)])

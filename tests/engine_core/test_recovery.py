@@ -301,3 +301,19 @@ def test_a_failure_at_each_point_of_each_step_resumes_with_the_right_tokens(fail
         assert engine.ends[request_id].reason == FINISH_LENGTH
         assert engine.tokens[request_id] == alone(request_id, prompt(6, 9 * request_id), 9)
     engine.assert_idle()
+
+
+def test_a_suspect_that_was_cleared_is_not_charged_for_it_again():
+    """Two steps apart failed with it and nobody else to blame it for; only two faults alone in a row end a request."""
+    engine = running()
+    engine.plan()
+    engine.fail()
+    engine.step()                               # 1 alone: cleared
+    engine.step()                               # 2 alone: cleared
+    engine.core.handle(0, Abort([2]))
+    engine.take()
+    engine.plan()
+    engine.fail()                               # 1 is alone in the step: its first fault that counts
+    assert 1 not in engine.ends and engine.request(1).num_faults == 1
+    engine.run()
+    assert engine.tokens[1] == alone(1, prompt(6), 8)

@@ -558,3 +558,30 @@ def test_on_finish_is_called_before_the_blocks_are_freed():
     engine.add(1, prompt(5), max_tokens=1)
     engine.run()
     assert seen == [(1, [1, 2])]
+
+
+def test_blocks_that_decodes_fill_extend_the_hash_chain_one_by_one():
+    """Else each one hashes the whole request again."""
+    engine = Engine()
+    engine.add(1, prompt(3), max_tokens=12)
+    for _ in range(11):
+        engine.step()
+        request = engine.request(1)
+        engine.scheduler.settle()
+        full = int(engine.rows.computed[0]) // 4
+        assert len(request.hashes) == full == request.num_published
+        assert len(request.tokens) >= full * 16
+
+
+def test_adoption_in_mid_prompt_holds_back_only_what_later_rows_need():
+    """Three blocks are free: one for the decode, one for each chunk after the block it adopts."""
+    engine = Engine(num_blocks=6, long_prefill_token_threshold=4)
+    engine.add(1, prompt(4, 30), max_tokens=5)
+    engine.add(2, prompt(13), max_tokens=1)
+    engine.add(3, prompt(13), max_tokens=1)
+    engine.step()
+    plan = engine.step()
+    assert pairs(plan.advance) == [(1, 4), (2, 4)] and len(pairs(plan.extend)) == 1 + 2 + 2
+    engine.run()
+    assert engine.tokens[2] == engine.tokens[3]
+    engine.assert_idle()

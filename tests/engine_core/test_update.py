@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from ipc.errors import FAULT
-from ipc.messages import EMPTY, FINISH_ABORT, FINISH_ERROR, Abort, ModelRunnerOutput
+from ipc.errors import FAULT, INVALID
+from ipc.messages import EMPTY, FINISH_ABORT, FINISH_ERROR, Abort, ModelRunnerOutput, RowFailure
 from bench.simulation import pack, unpack
 from tests.engine_core.tools import Engine, pairs
 
@@ -214,3 +214,28 @@ def test_a_bad_row_of_a_request_that_ended_is_dropped():
     engine.commit(bad_result(engine, 0))
     assert engine.ends[1].reason == FINISH_ABORT and len(engine.tokens[2]) == 2
     assert pairs(engine.step().moves) == [(0, 1)]
+
+
+def test_a_bad_request_that_began_with_a_cached_prefix_takes_back_its_own_blocks_only():
+    engine = Engine()
+    engine.add(1, list(range(8)), max_tokens=1)
+    engine.run()
+    shared = set(engine.blocks.cached.values())
+    engine.add(2, list(range(8)) + [40, 41, 42, 43, 44], max_tokens=5)
+    engine.plan()
+    assert len(engine.blocks.cached) == len(shared) + 1     # the third block is published with the plan that fills it
+    engine.commit(bad_result(engine, 0))
+    assert set(engine.blocks.cached.values()) == shared
+    engine.assert_idle()
+
+
+def test_a_row_that_cannot_go_on_ends_with_its_own_error():
+    engine = two_decodes()
+    engine.plan()
+    result = engine.result()
+    result.tokens = pack([-1, unpack(result.tokens)[1]])
+    result.failed = [RowFailure(0, INVALID, "no token is left")]
+    engine.commit(result)
+    end = engine.ends[1]
+    assert (end.reason, end.error_code, end.message) == (FINISH_ERROR, INVALID, "no token is left")
+    assert 2 not in engine.ends and len(engine.tokens[2]) == 2
