@@ -77,7 +77,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         gone = table[keep:]
         self.blocks.trim(table, keep)           # in place
         left = [block for block in gone if not self.owners(block)]
-        self.queue += reversed(left)
+        self.queue[:0] = reversed(left)
         for block in left:
             self.content.pop(block, None)
 
