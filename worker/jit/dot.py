@@ -22,8 +22,9 @@ from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, co
 
 TILE = 32                                   # outputs of one tile: two vectors
 BLOCK = 32                                  # k per scale
-FEW_ROWS = 4                                # up to so many rows memory is what counts, and a kernel fetches ahead
-AHEAD = 8                                   # blocks; the hardware loses the streams at the ends of tiles and pages
+# Blocks that weights are asked for before they are wanted: the hardware loses their streams at the ends of tiles and
+# pages. Where they are in cache already, asking costs nothing that the dots would not wait for.
+AHEAD = 8
 # Columns of the activations' side table, one row of [4, K / 32] per activation row (worker/jit/quantize.py):
 # scale, -128 * sum, -8 * sum (int32 bits), scale * sum.
 SIDE_SCALE, SIDE_INT8, SIDE_INT4, SIDE_MIN, SIDE_COLUMNS = 0, 1, 2, 3, 4
@@ -86,11 +87,10 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
                 start = [[first, first] for first in firsts]
             acc = start
             half_block = b.mul(k, constant(I64, 2 * TILE))
-            if rows <= FEW_ROWS:
-                for line in range(0, weight_bytes, 64):
-                    prefetch(b, offset(b, at_w, AHEAD * weight_bytes + line))
-                for column_at in (scales, minima)[:1 + (kind == INT4_MIN)]:
-                    prefetch(b, offset(b, b.add(column_at, half_block), AHEAD * 2 * TILE))
+            for line in range(0, weight_bytes, 64):
+                prefetch(b, offset(b, at_w, AHEAD * weight_bytes + line))
+            for column_at in (scales, minima)[:1 + (kind == INT4_MIN)]:
+                prefetch(b, offset(b, b.add(column_at, half_block), AHEAD * 2 * TILE))
             for q in range(8):
                 weights = [_quad(b, kind, at_w, q, v) for v in range(2)]
                 for m in range(rows):
@@ -138,9 +138,8 @@ def make_float_tile(kind: int, rows: int) -> Any:
             at_w = b.add(w, b.mul(loop.index, constant(I64, unroll * TILE * size)))
             at_x = b.mul(loop.index, constant(I64, unroll * 4))
             totals = [[b.load(cell) for cell in row] for row in cells]
-            if rows <= FEW_ROWS:
-                for line in range(0, unroll * TILE * size, 64):
-                    prefetch(b, offset(b, at_w, AHEAD * unroll * TILE * size + line))
+            for line in range(0, unroll * TILE * size, 64):
+                prefetch(b, offset(b, at_w, AHEAD * unroll * TILE * size + line))
             for u in range(unroll):
                 weights = []
                 for v in range(2):
