@@ -33,9 +33,12 @@ from worker.attention.triton_paged import Device, TritonBackend
 from worker.kernels.add_rms_norm import add_rms_norm
 from worker.kernels.argmax import argmax
 from worker.kernels.configs import shared_limit
+from worker.kernels.edit_logits import mask_bits, penalise
 from worker.kernels.embedding import embedding
+from worker.kernels.logprobs import chosen_logprobs
 from worker.kernels.moe import experts
 from worker.kernels.philox import philox_uniform
+from worker.kernels.sample_rows import sample_rows
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write
 from worker.kernels.silu_mul import silu_mul
 from worker.kv_quant import FP8_CAPABILITY
@@ -157,11 +160,26 @@ def row_case(dtype: torch.dtype) -> Case:
         add_rms_norm(x, None, x[0], 1e-6)
         silu_mul(torch.zeros((2, 2 * 12288), dtype=dtype))
         embedding(torch.zeros(2, dtype=torch.long), x)
-        argmax(torch.zeros((2, 151936), dtype=torch.float32))
+        logits = torch.zeros((2, 151936), dtype=torch.float32)
+        argmax(logits)
+        sampling_kernels(logits)
         ids = torch.zeros(2, dtype=torch.long)
         philox_uniform(ids, ids.int(), ids, 4)
 
     return launch
+
+
+def sampling_kernels(logits: torch.Tensor) -> None:
+    """Those of a step's sampler."""
+    ones, ints, longs = torch.ones(2), torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.long)
+    words = torch.zeros((2, logits.shape[1] // 32), dtype=torch.int32)
+    columns = ones, ints, ones, ones, longs, ints, longs
+    sample_rows(logits, *columns)
+    sample_rows(logits, *columns, words=words, word_index=ints)
+    chosen_logprobs(logits, longs)
+    mask_bits(logits, ints, words)
+    starts, pairs = torch.zeros(3, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    penalise(logits, ints, starts, pairs, pairs, torch.ones((2, 3)), longest=64)
 
 
 def experts_case(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> Case:

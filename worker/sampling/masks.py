@@ -11,18 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.sampling.placement import upload
+
 
 def add_bias(logits: Tensor, entries: Sequence[int], ids: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> None:
     """logits[entries[i], ids[i]] += values[i]; the ids of one row differ from each other."""
     lengths = [len(row) for row in ids]
     place = (np.repeat(np.array(entries, np.int64), lengths), np.concatenate(ids))
-    rows, columns = (torch.from_numpy(index).to(logits.device) for index in place)
-    logits.index_put_((rows, columns), torch.from_numpy(np.concatenate(values)).to(logits.device), accumulate=True)
+    rows, columns, added = upload([*place, np.concatenate(values)], logits.device)
+    logits.index_put_((rows, columns), added, accumulate=True)
 
 
 def keep_only(logits: Tensor, entry: int, ids: np.ndarray) -> None:
     """Exclude every token of the row but `ids` int64."""
-    index = torch.from_numpy(ids).to(logits.device)
+    [index] = upload([ids], logits.device)
     row = logits[entry]
     kept = row[index]
     row.fill_(float("-inf"))
@@ -31,8 +33,8 @@ def keep_only(logits: Tensor, entry: int, ids: np.ndarray) -> None:
 
 def exclude(logits: Tensor, entries: np.ndarray, ids: np.ndarray) -> None:
     """logits[entries[i], ids[i]] = -inf."""
-    rows, columns = (torch.from_numpy(index.astype(np.int64)).to(logits.device) for index in (entries, ids))
-    logits.index_put_((rows, columns), logits.new_tensor(float("-inf")))
+    rows, columns = upload([entries.astype(np.int64), ids.astype(np.int64)], logits.device)
+    logits.index_put_((rows, columns), torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device))
 
 
 def bad_tokens(words: Sequence[np.ndarray], output: np.ndarray) -> list[int]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.sampling import placement
 from worker.sampling.jit_threads import RowKernels
 
 
@@ -89,6 +90,10 @@ class PenaltyCounts:
         lengths = self.num_seen[slots]
         ids = np.concatenate([self.seen[slot, :n] for slot, n in zip(slots, lengths)]).astype(np.int64)
         used = self.counts[np.repeat(slots, lengths), ids] - 1
+        if placement.on_device(logits):
+            from worker.sampling import device_rows
+            device_rows.penalise_rows(logits, entries, lengths, ids, used, factors)
+            return
         device = logits.device
         place = (torch.from_numpy(np.repeat(entries, lengths)).to(device), torch.from_numpy(ids).to(device))
         factor, per_use, once = (torch.from_numpy(np.repeat(column, lengths)).to(device) for column in factors.T)

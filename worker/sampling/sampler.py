@@ -14,7 +14,8 @@ The whole order, and why (the first five stages are stages.py's):
 
 A row of temperature 0 is one arg-max over its masked logits; when no row asks for more, nothing else runs. Every number
 of a row is computed from that row alone, so a row gives the same token in any batch. On a CPU with numba the stages
-here are one compiled pass per row (jit_rows.py); otherwise they are torch and numpy. Does not know requests or text.
+here are one compiled pass per row (jit_rows.py), on CUDA one Triton program per row (device_rows.py); otherwise they
+are torch and numpy. Does not know requests or text.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ipc.counter_rng import uniform
+from worker.sampling import placement
 from worker.sampling.filters import select_rows, softmax_rows, thresholds
 from worker.sampling.jit_threads import NO_WORDS, RowKernels, load
 from worker.sampling.masks import apply_bitmask, exclude
@@ -101,6 +103,10 @@ class Sampler:
                     logits.numpy(), width, params.temperature, params.top_k, params.top_p, params.min_p, params.seed,
                     params.child, params.output_index, params.words, params.word_index))
             return SampleResult(*self.kernels.greedy(logits.numpy(), width, params.words, params.word_index))
+        if placement.on_device(logits):
+            from worker.sampling import device_rows
+            codes = device_rows.sample(logits, width, params).cpu().numpy()     # the one wait of the step
+            return SampleResult(np.maximum(codes, 0), codes < 0, codes == -2)
         if len(params.word_index):
             entries = np.flatnonzero(params.word_index >= 0)
             apply_bitmask(logits, entries, params.words[params.word_index[entries]])
