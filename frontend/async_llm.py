@@ -34,6 +34,7 @@ from frontend.step_report import StepTotals
 from frontend.timeline import Timeline
 from frontend.tokenizer import Tokenizer, pack_ids
 from frontend.tools.formats import detect_format
+from ipc.attach import read_engine_file
 from ipc.cli import build_config
 from ipc.config import EngineConfig, ModelSection, Peer
 from ipc.engine_process import EngineProcess
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 LONG_PROMPT_CHARS = 8192                        # above this, tokenizing moves to a thread
 WATCH_INTERVAL_S = 0.1
+FILE_INTERVAL_S = 0.5
+ATTACHED_NUMBERS = 1 << 22                      # frontend numbers from here on belong to programs that attach
 
 
 class AsyncLLM:
@@ -74,6 +77,7 @@ class AsyncLLM:
         self.observers: list[Callable[[RequestStream], None]] = [self.request_log.observe]  # told of every ended stream
         self.operator_trace: dict[str, Any] | None = None              # what stop_profile read last
         self.pids: list[int] = []               # of the engine's processes, the supervisor first
+        self.run_dir = ""                       # where others may attach, see attach_to
 
     # ------------------------------------------------------------ life
 
@@ -89,7 +93,7 @@ class AsyncLLM:
             try:
                 self._process = EngineProcess()
                 up = await self._start_process(self._process, self._config)
-                self.pids = up.pids
+                self.pids, self.run_dir = up.pids, up.run_dir
                 await self._connect(Peer(up.core_address, up.core_epoch), 0, self._config.model, await loading)
             finally:
                 loading.cancel()
@@ -117,6 +121,30 @@ class AsyncLLM:
         await llm._connect(core, number, model, await asyncio.to_thread(Tokenizer.from_files, model.files), wait=wait)
         llm.served_model_name = served_model_name or llm.served_model_name
         return llm
+
+    @classmethod
+    async def attach_to(cls, run_dir: str) -> AsyncLLM:
+        """One more frontend of a running engine, beside its own: `run_dir` is the folder that launch.py prints, or
+        `run_dir` of the AsyncLLM that started it. It lives through restarts of the core, and ends with the engine;
+        `close` leaves the engine as it is. Raises ConfigError when none serves there."""
+        engine = read_engine_file(run_dir)
+        number = ATTACHED_NUMBERS + secrets.randbelow(ATTACHED_NUMBERS)
+        llm = await cls.attach(engine.core, number, engine.model, engine.served_model_name)
+        llm.run_dir = run_dir
+        llm._watch = asyncio.create_task(llm._watch_file(run_dir))
+        return llm
+
+    async def _watch_file(self, run_dir: str) -> None:
+        """Follow the core from process to process."""
+        while True:
+            await asyncio.sleep(FILE_INTERVAL_S)
+            try:
+                engine = read_engine_file(run_dir)
+            except ConfigError:
+                self.engine_died("the engine has ended")
+                return
+            if self._client is not None:
+                self._client.core_up(engine.core)
 
     async def _connect(self, core: Peer, number: int, model: ModelSection, tokenizer: Tokenizer, *,
                        wait: bool = True) -> None:
@@ -189,7 +217,7 @@ class AsyncLLM:
                 process.stop()
 
     async def __aenter__(self) -> AsyncLLM:
-        return await self.start()
+        return await self.start() if self._client is None else self     # attached ones are connected already
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -18,6 +19,7 @@ from frontend.http_server import HttpServer, socket_from_fd
 from frontend.metrics import Metrics
 from frontend.openai.app import build_app
 from frontend.openai.debug import debug_rows
+from frontend.peers import Peers
 from ipc.config import FrontendProcess
 from ipc.errors import ConfigError, EngineDeadError
 from ipc.lifeline import ChildLife
@@ -35,7 +37,7 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     parent = os.getppid()
     peers: list[PeerDown | PeerUp] = []
     llm: AsyncLLM | None = None
-    progress = Progress(config.run_dir, "frontend-0")
+    progress = Progress(config.run_dir, f"frontend-{config.rank}")
 
     def beat() -> None:
         progress.working()
@@ -67,7 +69,11 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     section = config.frontend
     metrics = Metrics(llm.served_model_name, config.frontend.metrics_prefix)
     llm.observers.append(metrics.observe)
-    app = build_app(llm, extra_rows=debug_rows(llm, metrics), section=section)
+    peers_here = Peers(config.run_dir, config.rank) if section.api_servers > 1 else None
+    if peers_here is not None:
+        peers_here.answers.update(metrics=metrics.own_text, pause=_done(llm.pause), resume=_done(llm.resume))
+        await peers_here.start()
+    app = build_app(llm, extra_rows=debug_rows(llm, metrics, peers_here), section=section, peers=peers_here)
     server = HttpServer(app, socket_from_fd(config.listen_fd),
                         max_connections=section.max_connections, ssl_certfile=section.ssl_certfile,
                         ssl_keyfile=section.ssl_keyfile)
@@ -85,7 +91,17 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     else:
         ready.cancel()
         await server.stop(0.0)
+    if peers_here is not None:
+        peers_here.close()
     await llm.close()
+
+
+def _done(call: Callable[[], None]) -> Callable[[], bytes]:
+    """`call` as an answer to a peer."""
+    def answer() -> bytes:
+        call()
+        return b"done"
+    return answer
 
 
 def main() -> None:

@@ -7,12 +7,13 @@ sums over steps are taken when a page is read. Knows no HTTP.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from frontend.outputs import RequestMetrics
 from frontend.processes import process_use, siblings
@@ -30,6 +31,34 @@ ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
 LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 CHOICES = (1, 2, 5, 10, 20)
+
+
+class _Collector(CollectorRegistry):
+    """A page of given families."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__(auto_describe=False)
+        self._given = list(families)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._given
+
+
+def summed(pages: Sequence[bytes]) -> bytes:
+    """One page with the sums of the samples of several; for counters and histograms."""
+    found: dict[str, Metric] = {}
+    totals: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
+    for page in pages:
+        for family in text_string_to_metric_families(page.decode()):
+            found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                if sample.name.endswith("_created"):
+                    continue
+                key = (family.name, sample.name, tuple(sorted(sample.labels.items())))
+                totals[key] = totals.get(key, 0.0) + sample.value
+    for (name, sample_name, labels), value in totals.items():
+        found[name].add_sample(sample_name, dict(labels), value)
+    return generate_latest(_Collector(found.values()))
 
 
 class Metrics:
@@ -100,14 +129,20 @@ class Metrics:
             if generated > len(stream.choices):
                 self._tpot.observe((end - times.first_token_time) / max(1, generated - len(stream.choices)))
 
-    async def text(self, llm: AsyncLLM) -> bytes:
-        """The page. Asks the core for its totals; without an answer it shows what this process knows."""
+    async def text(self, llm: AsyncLLM, others: Sequence[bytes] = ()) -> bytes:
+        """The page. Asks the core for its totals; without an answer it shows what this process knows. `others`: the
+        `own_text` of the other API servers, which is added to this one's."""
         stats: dict[str, Any] = await llm.stats() if llm.status()["ready"] else {}
-        families = list(self._frontend_families())
+        families = list(self._process_families())
         if stats:
             families += self._core_families(stats)
             families += self._step_families(llm)
-        self._families = families
+        own = self.own_text()
+        return (summed([own, *others]) if others else own) + generate_latest(_Collector(families))
+
+    def own_text(self) -> bytes:
+        """What the requests of this process were: all of it are sums, which may be added over processes."""
+        self._families = list(self._frontend_families())
         return generate_latest(self.registry)
 
     # ------------------------------------------------------------ families
@@ -144,7 +179,6 @@ class Metrics:
                              self.finished)
         yield self._histogram("inter_token_latency_seconds", "Between tokens of a request.", ITL, self._itl_counts,
                               self._itl_sum)
-        yield from self._process_families()
 
     def _process_families(self) -> Iterator[Metric]:
         labels = ["model_name", "process", "pid"]

@@ -67,7 +67,7 @@ class Child:
 
     @property
     def name(self) -> str:
-        return f"worker {self.rank}" if self.role == "worker" else self.role
+        return f"{self.role} {self.rank}" if self.role == "worker" or self.rank else self.role
 
     @property
     def pid(self) -> int:

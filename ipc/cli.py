@@ -145,6 +145,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                is_secret=True),
         Option("--admin-api-key", "frontend.admin_api_keys", str, "a key for the control routes, which are off without "
                "one; repeatable", is_list=True, is_secret=True),
+        Option("--api-servers", "frontend.api_servers", int, "processes that serve the port, all on one engine core",
+               aliases=("--api-server-count",)),
         Option("--max-connections", "frontend.max_connections", parse_count,
                "open at once; idle ones make room for new ones, else 503"),
         Option("--ssl-certfile", "frontend.ssl_certfile", str, "serve HTTPS with this certificate (PEM)"),

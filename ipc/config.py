@@ -116,7 +116,8 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     served_model_name: str = ""                 # "": the name given as --model
     drain_timeout: float = 0.0                  # seconds that running streams get after SIGTERM; 0: they end at once
     metrics_prefix: str = "vllm"                # namespace of /metrics: dashboards made for vLLM work as they are
-    max_connections: int = 4096                 # open at once; idle ones make room for new ones, else 503
+    api_servers: int = 1                        # processes that serve the port, all on one core
+    max_connections: int = 4096                 # open at once per process; idle ones make room for new ones, else 503
     api_keys: tuple[str, ...] = ()              # none: whoever reaches the port may use it
     admin_api_keys: tuple[str, ...] = ()        # none: there are no control routes
     allowed_origins: tuple[str, ...] = ()       # of web pages elsewhere that may call this server; "*": all
@@ -132,6 +133,7 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise ConfigError(f"--metrics-prefix is {self.metrics_prefix!r}; it takes letters, digits and _, for "
                               "example threefold")
         _range("drain_timeout", self.drain_timeout, 0.0, 86_400.0)
+        _range("api_servers", self.api_servers, 1, 64)
         _range("max_connections", self.max_connections, 1, 1 << 20)
         for name in ("api_key", "admin_api_key"):
             for key in getattr(self, f"{name}s"):
@@ -220,7 +222,8 @@ class CoreProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 class FrontendProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The section of one HTTP frontend."""
-    number: int                                 # high bits of its request ids
+    rank: int                                   # among the API servers of this engine
+    number: int                                 # high bits of its request ids; another one after each restart
     core: Peer
     model: ModelSection
     frontend: FrontendSection

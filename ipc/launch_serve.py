@@ -125,6 +125,7 @@ class _Session:
         key = "-H 'Authorization: Bearer YOUR_KEY' " if self.config.frontend.api_keys else ""
         rows = [("URL", f"{self.url}/v1"), ("model", self.model_name),
                 *(row for detail, name in self.details.items() for row in _detail_rows(name, detail)),
+                ("run dir", up.run_dir),
                 ("PIDs", ", ".join(f"{name} {pid}" for name, pid in zip(names, up.pids))),
                 ("ready after", f"{time.monotonic() - self.started:.1f} s"),
                 ("chat", f"{self.url}/"),

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from ipc.attach import EngineFile, write_engine_file
 from ipc.child import MODULES, Child
 from ipc.config import CoreProcess, EngineConfig, FrontendProcess, Peer, WorkerProcess
 from ipc.errors import ConfigError, WireError
@@ -33,7 +34,7 @@ from ipc.messages import (ConfigCore, ConfigFrontend, ConfigWorker, EngineUp, Fa
                           Shutdown, Start)
 from ipc.progress import ProgressReader
 from ipc.run_dir import RunDir
-from ipc.system import SignalPipe, bind_listener, open_pidfd, usable_cores
+from ipc.system import SignalPipe, bind_listeners, open_pidfd, usable_cores
 
 Report = Callable[[str, Any], None]              # (name of the process, Phase | Ready | Failure | EngineUp)
 
@@ -54,13 +55,15 @@ class Supervisor:
         """Raises ConfigError when the TCP port is taken: before anything else is made."""
         self.config, self.report = config, report
         self.control, self.host_pidfd, self.host_pid = control, host_pidfd, host_pid
-        self.listener = bind_listener(config.frontend.host, config.frontend.port) if config.serve else None
+        section = config.frontend
+        num_servers = section.api_servers if config.serve else 0
+        self.listeners = bind_listeners(section.host, section.port, num_servers) if num_servers else []
         self.run_dir = RunDir()
         self.hash_key = os.urandom(32)
         self.num_threads = config.num_threads or usable_cores()
         self.workers = [Child("worker", modules["worker"], rank) for rank in range(NUM_WORKERS)]
         self.core = Child("engine_core", modules["engine_core"])
-        self.frontends = [Child("frontend", modules["frontend"])] if config.serve else []
+        self.frontends = [Child("frontend", modules["frontend"], rank) for rank in range(num_servers)]
         self.children = [*self.workers, self.core, *self.frontends]   # the root of a chain of failures comes first
         self.is_up = False                       # all were ready once
         self._is_told = False                    # EngineUp was reported for the present processes
@@ -94,14 +97,14 @@ class Supervisor:
     @property
     def port(self) -> int:
         """The port in use, also when 0 was asked for."""
-        return int(self.listener.getsockname()[1]) if self.listener is not None else 0
+        return int(self.listeners[0].getsockname()[1]) if self.listeners else 0
 
     # ------------------------------------------------------------ start
 
     def _spawn(self, child: Child) -> None:
         self._progress[child].clear()
         is_worker = child.role == "worker"
-        fds = (self.listener.fileno(),) if child.role == "frontend" and self.listener is not None else ()
+        fds = (self.listeners[child.rank].fileno(),) if child.role == "frontend" else ()
         lifeline = child.spawn(self.num_threads if is_worker else 1, fds)
         self._selector.register(lifeline, selectors.EVENT_READ, functools.partial(self._on_message, child))
         if child.pidfd >= 0:
@@ -129,9 +132,13 @@ class Supervisor:
                 flight_recorder=config.flight_recorder, flight_recorder_dir=config.flight_recorder_dir, run_dir=run_dir,
                 log_level=config.log_level))
         return ConfigFrontend(FrontendProcess(
-            number=child.epoch, core=self._peer(self.core), model=config.model, frontend=config.frontend,
-            listen_fd=self.listener.fileno() if self.listener is not None else -1, run_dir=run_dir,
+            rank=child.rank, number=self._number(child), core=self._peer(self.core), model=config.model,
+            frontend=config.frontend, listen_fd=self.listeners[child.rank].fileno(), run_dir=run_dir,
             log_level=config.log_level))
+
+    def _number(self, child: Child) -> int:
+        """By which others know a process: its rank, and of a frontend a number that none before it had."""
+        return 1 + child.rank + (child.epoch - 1) * len(self.frontends) if child.role == "frontend" else child.rank
 
     def _peer(self, child: Child) -> Peer:
         name = f"worker-{child.rank}" if child.role == "worker" else "core"
@@ -159,6 +166,8 @@ class Supervisor:
             child.note_end()
         if not self._is_told and all(c.is_ready for c in self.children):
             self.is_up = self._is_told = True
+            write_engine_file(self.run_dir.path, EngineFile(self._peer(self.core), self.config.model,
+                                                            self.config.frontend.served_model_name))
             self.report("supervisor", EngineUp(self._peer(self.core).address, self.core.epoch, self.run_dir.path,
                                                [os.getpid(), *(c.pid for c in self.children)]))
 
@@ -197,7 +206,7 @@ class Supervisor:
         self.restarts.append(time.monotonic())
         self.report(child.name, Failure(f"{failure.reason}; restarting it ({len(self.restarts)} of at most "
                                         f"{MAX_RESTARTS} in {RESTART_WINDOW_S} s)", failure.traceback))
-        rank = child.epoch if child.role == "frontend" else child.rank
+        number = self._number(child)
         if not child.has_ended():
             child.signal(signal.SIGKILL)
         if child.lifeline is not None:
@@ -205,10 +214,9 @@ class Supervisor:
         self._forget(child.pidfd)
         child.close()
         self._is_told = False
-        self._tell(child, PeerDown(child.role, rank, failure.reason))
+        self._tell(child, PeerDown(child.role, number, failure.reason))
         self._spawn(child)
-        rank = child.epoch if child.role == "frontend" else child.rank
-        self._tell(child, PeerUp(child.role, rank, self._peer(child)))
+        self._tell(child, PeerUp(child.role, self._number(child), self._peer(child)))
 
     def _tell(self, about: Child, message: PeerDown | PeerUp) -> None:
         for child in self.children:
@@ -280,8 +288,8 @@ class Supervisor:
             child.close()
             self._progress[child].close()
         self._selector.close()
-        if self.listener is not None:
-            self.listener.close()
+        for listener in self.listeners:
+            listener.close()
         self.run_dir.remove()
 
     def _shut_down(self, children: list[Child], seconds: float, drain_s: float = 0.0) -> None:

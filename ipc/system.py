@@ -77,6 +77,34 @@ def bind_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
+def bind_listeners(host: str, port: int, count: int) -> list[socket.socket]:
+    """One listening socket on the same port for each of `count` processes; the kernel spreads connections over them.
+
+    All stay open here, so those of a process that has ended wait for its successor. Another engine on this port is an
+    error as with one socket: the port is first bound alone. Raises ConfigError.
+    """
+    first = bind_listener(host, port)
+    if count == 1:
+        return [first]
+    address = first.getsockname()
+    first.close()
+    listeners = []
+    try:
+        for _ in range(count):
+            listener = socket.socket(first.family, socket.SOCK_STREAM)
+            listeners.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(address)
+            listener.listen(2048)
+    except OSError as error:
+        for listener in listeners:
+            listener.close()
+        raise ConfigError(f"cannot listen {count} times on {host}, port {port}: {error.strerror}; see --api-servers"
+                          ) from None
+    return listeners
+
+
 def open_pidfd(pid: int) -> int:
     """A descriptor that becomes readable when the process ends, -1 where the kernel has none.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -31,6 +32,7 @@ from frontend.openai.openapi import openapi_handler
 from frontend.openai.protocol import ChatRequest, CompletionRequest
 from frontend.openai.response_store import ResponseStore
 from frontend.openai.routes import Row, make_route
+from frontend.peers import Peers
 from frontend.request_context import CURRENT
 from ipc.config import FrontendSection
 from ipc.errors import EngineDeadError
@@ -123,18 +125,20 @@ def _routing_error(exc: HTTPException, scope: Scope) -> Exception:
 
 
 def build_app(engine: EngineLike, *, version: str = "0.1.0", limits: Limits | None = None,
-              extra_rows: Sequence[Row] = (), section: FrontendSection | None = None) -> OpenAIApp:
-    """The application for one engine, which may still be starting. `section`: who may call it."""
+              extra_rows: Sequence[Row] = (), section: FrontendSection | None = None,
+              peers: Peers | None = None) -> OpenAIApp:
+    """The application for one engine, which may still be starting. `section`: who may call it; `peers`: the other
+    processes that serve the same port."""
     section = section or FrontendSection()
     keys = Keys(section.api_keys, section.admin_api_keys)
     counters = Counters()
-    rows = [*api_rows(version, counters), *extra_rows]
+    rows = [*api_rows(version, counters, peers), *extra_rows]
     rows.append(Row(("GET",), "/openapi.json", openapi_handler(rows, version), "this API, described"))
     return OpenAIApp(engine, [make_route(row, engine, keys) for row in rows], limits or Limits(), counters,
                      Cors(section))
 
 
-def api_rows(version: str, counters: Counters) -> list[Row]:
+def api_rows(version: str, counters: Counters, peers: Peers | None = None) -> list[Row]:
     """Every route but /openapi.json, which describes them."""
     version_body = msgspec.json.encode(VersionAnswer(version))
     store = ResponseStore()
@@ -170,8 +174,10 @@ def api_rows(version: str, counters: Counters) -> list[Row]:
         Row(get, "/load", get_load, "requests now", answer=LoadAnswer),
         Row(post, "/reset_prefix_cache", control.reset_prefix_cache, "reuse nothing computed until now", admin,
             answer=control.ControlAnswer),
-        Row(post, "/pause", control.pause, "let new requests wait", admin, answer=control.ControlAnswer),
-        Row(post, "/resume", control.resume, "let them go on", admin, answer=control.ControlAnswer),
+        Row(post, "/pause", functools.partial(control.pause, peers), "let new requests wait", admin,
+            answer=control.ControlAnswer),
+        Row(post, "/resume", functools.partial(control.resume, peers), "let them go on", admin,
+            answer=control.ControlAnswer),
         Row(get, "/is_paused", control.get_paused, "whether new requests wait", admin, answer=control.ControlAnswer),
         Row(get, "/", pages.page("index.html"), "chat in a browser", opened),
         Row(get, "/timeline", pages.page("timeline.html"), "steps, pool and queue, live", opened),

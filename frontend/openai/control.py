@@ -9,6 +9,7 @@ import msgspec
 from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
 from frontend.openai.generation import check_engine
+from frontend.peers import Peers
 
 
 class ControlAnswer(msgspec.Struct):
@@ -28,15 +29,19 @@ async def reset_prefix_cache(exchange: Exchange, engine: EngineLike) -> None:
     await _reply(exchange, engine, "reset")
 
 
-async def pause(exchange: Exchange, engine: EngineLike) -> None:
+async def pause(peers: Peers | None, exchange: Exchange, engine: EngineLike) -> None:
     """POST /pause: new requests wait, also in streams, which send keep-alive comments; running ones go on."""
     engine.pause()
+    if peers is not None:
+        await peers.ask("pause")
     await _reply(exchange, engine, "paused")
 
 
-async def resume(exchange: Exchange, engine: EngineLike) -> None:
+async def resume(peers: Peers | None, exchange: Exchange, engine: EngineLike) -> None:
     """POST /resume: the waiting requests go on."""
     engine.resume()
+    if peers is not None:
+        await peers.ask("resume")
     await _reply(exchange, engine, "resumed")
 
 

@@ -17,6 +17,7 @@ from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
 from frontend.openai.generation import check_engine
 from frontend.openai.routes import Row
+from frontend.peers import Peers
 from frontend.processes import process_use, siblings
 from frontend.step_report import analyse
 from frontend.trace import chrome_trace
@@ -25,8 +26,9 @@ from ipc.errors import RequestError
 _encode = msgspec.json.Encoder().encode
 
 
-def debug_rows(llm: AsyncLLM, metrics: Metrics) -> list[Row]:
-    """The routes that show a running engine to its operator."""
+def debug_rows(llm: AsyncLLM, metrics: Metrics, peers: Peers | None = None) -> list[Row]:
+    """The routes that show a running engine to its operator. `peers`: the other API servers, whose requests /metrics
+    counts too; the timeline knows the requests of this one."""
 
     async def get_timeline(exchange: Exchange, _: EngineLike) -> None:
         """?seconds=10&format=report|trace"""
@@ -53,7 +55,9 @@ def debug_rows(llm: AsyncLLM, metrics: Metrics) -> list[Row]:
         await exchange.reply(200, _encode(await live(llm, int(text), siblings())))
 
     async def get_metrics(exchange: Exchange, _: EngineLike) -> None:
-        await exchange.reply(200, await metrics.text(llm), content_type=b"text/plain; version=0.0.4; charset=utf-8")
+        others = await peers.ask("metrics") if peers is not None else []
+        text = await metrics.text(llm, others)
+        await exchange.reply(200, text, content_type=b"text/plain; version=0.0.4; charset=utf-8")
 
     async def start_profile(exchange: Exchange, engine: EngineLike) -> None:
         """POST: the worker records its operators from now on."""

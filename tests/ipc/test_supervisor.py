@@ -234,7 +234,7 @@ def test_without_serving_no_port_is_bound(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(socket, "getaddrinfo", None)
     supervisor = Supervisor(make_config(serve=False), lambda name, event: None)
     try:
-        assert supervisor.listener is None and supervisor.port == 0
+        assert supervisor.listeners == [] and supervisor.port == 0
         assert [child.name for child in supervisor.children] == ["worker 0", "engine_core"]
     finally:
         supervisor.run_dir.remove()
