@@ -6,7 +6,6 @@ Python; the compute pool is torch's.
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import time
@@ -23,6 +22,7 @@ from ipc.process import configure_logging
 from ipc.progress import Progress
 from ipc.sockets import Link
 from worker.kept_rows import with_kept_rows
+from worker.process_memory import release_memory
 from worker.profiler import OperatorProfiler, named_range, no_range
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ logger = logging.getLogger("worker")
 
 PHASE_INTERVAL_S = 0.1
 PROFILER_S = 60.0                               # prediction for reading what the profiler recorded
+UPGRADE_POLL_MS = 200                           # while kernels are being compiled
 FIRST_STEP_S = 6.0                              # prediction for the first step, which may warm things up
 STEP_POLL_S = 50e-6                             # how often messages and the step in flight are looked at
 
@@ -106,8 +107,9 @@ class WorkerLoop:
         if self.link.epoch:
             self.link.send(ready)
         self.life.ready(ready.detail, ready.num_blocks)
-        gc.collect()
-        gc.freeze()
+        if runner.upgrade is not None:
+            self.life.phase(runner.upgrade.phase, 0.0, runner.upgrade.seconds, "torch serves meanwhile")
+        release_memory()
         self.serve(runner, ready)
 
     def serve(self, runner: ModelRunner, ready: WorkerReady) -> None:
@@ -117,6 +119,7 @@ class WorkerLoop:
             if self.in_flight is None:
                 progress.waiting()
             self._wait(runner, progress)
+            self._upgrade(runner)
             if (answer := self.profiler.take()) is not None:
                 self.link.send(answer)
             while (item := self.link.receive()) is not None:
@@ -138,6 +141,7 @@ class WorkerLoop:
                     continue                    # planned before the core knew of the failure
                 else:
                     progress.working(self.step_s or FIRST_STEP_S)
+                    self._upgrade(runner)
                     self._execute(runner, message, received_ns)
             if self.in_flight is not None and self.in_flight.is_ready():
                 self._finish(runner)
@@ -153,7 +157,21 @@ class WorkerLoop:
             runner.capture_next()
         if not runner.has_capture:
             progress.waiting()
-            self.poll(None)
+            self.poll(None if runner.upgrade is None else UPGRADE_POLL_MS)
+
+    def _upgrade(self, runner: ModelRunner) -> None:
+        """Between steps: change to the compiled model once it is there."""
+        upgrade = runner.upgrade
+        if upgrade is None or self.in_flight is not None:
+            return
+        if (built := upgrade.take()) is not None:
+            runner.use(built.model, built.backend)
+            self.life.phase(upgrade.phase, 1.0, upgrade.seconds, f"{built.text}; compiled kernels serve now")
+            logger.info("compiled kernels serve from now on: %s, attention %s", built.text, built.backend.name)
+            del built
+            release_memory()                    # the torch model goes
+        elif upgrade.is_over:
+            runner.upgrade = None
 
     def _execute(self, runner: ModelRunner, plan: SchedulerOutput, received_ns: int) -> None:
         """Launch a plan, then finish the one before it, which ran meanwhile."""

@@ -14,7 +14,7 @@ import functools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from worker.sampling.grammar import Grammars
 from worker.sampling.grammar_vocabulary import load_vocabulary
 from worker.sampling.step import NO_ROWS, StepResult, StepSampler
 from worker.spec_decode.ngram import NO_DRAFTS, NgramDrafter
+
+if TYPE_CHECKING:
+    from worker.jit.upgrade import Upgrade
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,7 +70,9 @@ class ModelRunner:
     def __init__(self, model: FlatModel, backend: AttentionBackend, pool: KVPool, num_host_blocks: int, *, seats: int,
                  max_tokens: int, max_model_len: int, eos_token_ids: list[int], device: str = "cpu",
                  num_valid_tokens: int | None = None, files: ModelFiles | None = None,
-                 drafter: NgramDrafter | None = None, graphs: str = "off", is_resident: bool = False) -> None:
+                 drafter: NgramDrafter | None = None, graphs: str = "off", is_resident: bool = False,
+                 upgrade: Upgrade | None = None) -> None:
+        """upgrade: on its way to another model for the same pool; this one then uses no compiled kernels either."""
         self.model, self.backend, self.pool, self.device = model, backend, pool, device
         self.host = HostPool(pool, num_host_blocks)
         self.state = RequestState(seats, max_model_len, pool.block_size)
@@ -80,11 +85,18 @@ class ModelRunner:
             self.results = ResultReader(device, seats)
         else:
             self.builder = BatchBuilder(self.state, max_tokens, device)
-        self.sampler = StepSampler(self.state, model.compute_logits, eos_token_ids, num_valid_tokens)
+        self.sampler = StepSampler(self.state, model.compute_logits, eos_token_ids, num_valid_tokens,
+                                   use_kernels=upgrade is None)
+        self.upgrade = upgrade
         self.grammars = Grammars(functools.partial(load_vocabulary, files, model.config.vocab_size, eos_token_ids))
         self.drafter = drafter
         self.needs_reset = False                # a step failed; wait for the plan that says so
         self.range: Callable[[str], AbstractContextManager[Any]] = no_range     # around parts of a step, in a recording
+
+    def use(self, model: Any, backend: AttentionBackend) -> None:
+        """Between two steps: go on with this model, whose backend reads the pool as it is."""
+        self.model, self.backend, self.upgrade = model, backend, None
+        self.sampler.use(model.compute_logits)
 
     def execute(self, plan: SchedulerOutput, received_ns: int = 0) -> ModelRunnerOutput:
         """Run one plan. Afterwards the rows are those of the next plan's beginning."""

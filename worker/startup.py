@@ -14,10 +14,12 @@ from ipc.errors import ConfigError
 from ipc.messages import NewRow, SchedulerOutput, WorkerReady
 from ipc.sampling_params import SamplingParams
 from worker.attention.base import AttentionBackend
+from worker.attention.jit_layout import LayoutBackend
 from worker.attention.registry import get_backend, resolve_backend
 from worker.batch import BatchBuilder
 from worker.decode_graphs import resolve_mode
-from worker.jit import build
+from worker.jit import build, compiler
+from worker.jit.upgrade import Upgrade, reason_to_wait
 from worker.kv_pool import (RESERVED_BLOCKS, KVPool, cpu_num_blocks, free_memory, kv_bytes_per_block,
                             measure_block_swap_ns, profile_num_blocks)
 from worker.kv_quant import resolve_kv_dtype
@@ -148,9 +150,15 @@ def build_runner(config: WorkerProcess, starting: Starting,
     dtype = DTYPES[dtype_name]
     choice, why = build.choose(config, device)
     logger.info("%s model (%s)", "torch" if choice is None else "compiled", why if choice is None else choice.reason)
-    if choice is not None:
+    upgrade = None
+    if choice is not None and not compiler.is_compiled():
+        reason = reason_to_wait(config, free_memory()[0])
+        upgrade = Upgrade(config, choice) if reason is None else None
+        logger.info("the kernels were not compiled on this machine yet: %s",
+                    "torch serves meanwhile" if reason is None else f"the start waits ({reason})")
+    if choice is not None and upgrade is None:
         torch.set_num_threads(1)                # one pool of threads computes: the kernels' own
-        starting.begin("compile kernels")
+        starting.begin(Upgrade.phase)
         between()
         build.start_kernels(threads)
         starting.end()
@@ -159,7 +167,7 @@ def build_runner(config: WorkerProcess, starting: Starting,
     between()
     model: Any                                  # FlatModel, or JitModel, which has its interface
     try:
-        if choice is None:
+        if choice is None or upgrade is not None:
             model = load_model(config.model.files, dtype=dtype_name, device=device, seed=config.model.seed,
                                progress=lambda fraction: starting.advance(min(fraction, 0.999)))
             num_bytes = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
@@ -175,7 +183,10 @@ def build_runner(config: WorkerProcess, starting: Starting,
 
     between()
     starting.begin("size the KV pool")
-    if choice is None:
+    if choice is not None and upgrade is not None:
+        backend, dtype = LayoutBackend(), choice.kv_dtype
+        backend_name, reason = backend.name, "until the kernels are compiled"
+    elif choice is None:
         backend_name, reason = resolve_backend(config.attention_backend, device)
         backend = get_backend(backend_name, device)
         dtype, why = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, compute_capability(device))
@@ -221,11 +232,15 @@ def build_runner(config: WorkerProcess, starting: Starting,
     runner = ModelRunner(model, backend, pool, num_host_blocks, seats=seats, max_tokens=config.max_num_batched_tokens,
                          max_model_len=max_model_len, eos_token_ids=model_config.eos_token_ids, device=device,
                          num_valid_tokens=num_valid_tokens(config.model.files), files=config.model.files,
-                         drafter=make_drafter(config), graphs=graphs, is_resident=is_resident)
+                         drafter=make_drafter(config), graphs=graphs, is_resident=is_resident,
+                         upgrade=upgrade)
     prepare_device(runner, config.max_num_batched_tokens, starting, between)
     if device == "cpu":
         jit_threads.set_num_threads(threads)
+    if device == "cpu" and upgrade is None:
         jit_threads.warm_up(model_config.vocab_size)
+        if choice is not None:
+            compiler.mark_compiled()
     words = capacity_text(num_bytes, block_bytes, num_blocks, size, max_model_len)
     detail = (f"{config.model.files.served_name}: {model_config.architecture}, {stored} on {device}, attention "
               f"{backend_name}; {words} ({num_blocks} blocks of {size})")

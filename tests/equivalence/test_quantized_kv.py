@@ -17,11 +17,12 @@ from tests.engine_core.tools import Engine
 from tests.equivalence.test_milestone import BLOCK_SIZE, CONFIGURATIONS, MAX_MODEL_LEN, MAX_TOKENS, PROMPTS
 from worker.attention.registry import get_backend
 from worker.kv_pool import KVPool
+from worker.kv_quant import KV_DTYPES
 from worker.model_runner import ModelRunner
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
 
-POOLS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+POOLS = ("int8", "fp8")
 
 
 @functools.cache
@@ -52,15 +53,15 @@ def model_of(backend_name: str) -> Any:
 
 
 class QuantizedEngine(Engine):
-    """The real worker over a pool of codes."""
+    """The real worker over a pool of this dtype."""
 
     def __init__(self, backend_name: str, pool: str, *, num_blocks: int, num_host_blocks: int = 0,
                  **options: Any) -> None:
         super().__init__(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks, max_model_len=MAX_MODEL_LEN,
                          partial=True, **options)
         model, backend = model_of(backend_name), get_backend(backend_name)
-        caches = KVPool(backend, num_blocks, BLOCK_SIZE, model.kv_spec(), POOLS[pool])
-        self.worker = ModelRunner(model, backend, caches, num_host_blocks, seats=self.rows.seats,
+        caches = KVPool(backend, num_blocks, BLOCK_SIZE, model.kv_spec(), KV_DTYPES[pool])
+        self.worker: ModelRunner = ModelRunner(model, backend, caches, num_host_blocks, seats=self.rows.seats,
                                   max_tokens=self.core.config.max_num_batched_tokens, max_model_len=MAX_MODEL_LEN,
                                   eos_token_ids=[])
 

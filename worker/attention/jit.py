@@ -1,8 +1,6 @@
 """Attention by the compiled kernels of worker/jit: all requests of a step in one parallel call.
 
-The pool's layout is the kernel's: keys [B, Hkv, D, S'], values [B, Hkv, S', D'] (S', D': rounded up to 16), so that the
-scores of sixteen keys are one vector; scales of int8 and float8 pools are [B, Hkv, S']. Blocks stay the first axis.
-Every row's result is independent of the batch.
+The pool's layout is the kernel's (jit_layout.py). Every row's result is independent of the batch.
 Does not know how the kernel splits the work (worker/jit/attend.py).
 """
 from __future__ import annotations
@@ -10,14 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from worker.attention import jit_layout
 from worker.attention.base import BatchMeta
 from worker.jit import attend, rope
 from worker.jit import program as pg
 from worker.jit import step as st
 from worker.jit.team import Team, get_team
-from worker.jit.workspace import POOL_KINDS, AttentionWorkspace, pool_shapes
-from worker.kv_pool import allocate_pools
-from worker.kv_quant import SCALE_DTYPE, is_quantized
+from worker.jit.workspace import AttentionWorkspace
 from worker.models.ops import TORCH_OPS
 
 
@@ -37,13 +34,7 @@ class JitBackend:
         self._attend.add(pg.MERGE, {})
 
     def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-        """Raises ValueError for a dtype that the kernels do not read."""
-        if dtype not in POOL_KINDS:
-            raise ValueError(f"the jit backend keeps keys and values as float32, bfloat16, int8 or fp8, not {dtype}; "
-                             "use --kv-cache-dtype or --attention-backend cpu")
-        keys, values, scales = pool_shapes(shape)
-        pools = allocate_pools(keys, dtype, device, 1) + allocate_pools(values, dtype, device, 1)
-        return pools + allocate_pools(scales, SCALE_DTYPE, device) if is_quantized(dtype) else pools
+        return jit_layout.allocate(shape, dtype, device)
 
     def write(self, cache: tuple[Tensor, ...], k: Tensor, v: Tensor, meta: BatchMeta) -> None:
         k, v = k.float().contiguous(), v.float().contiguous()

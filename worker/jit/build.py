@@ -13,6 +13,7 @@ import torch
 from ipc.config import WorkerProcess
 from ipc.errors import ConfigError
 from worker.attention.base import AttentionBackend
+from worker.attention.jit_layout import POOL_DTYPES
 from worker.jit import features
 from worker.kv_quant import KV_DTYPES
 
@@ -59,12 +60,11 @@ def choose(config: WorkerProcess, device: str) -> tuple[Choice | None, str]:
         weights = "bfloat16" if section.files.config.dtype == "bfloat16" and section.files.kind != "gguf" else "float32"
     if weights == "float16":
         return None, "--dtype float16 is computed by torch"
-    from worker.jit.workspace import POOL_KINDS
     wide = mode == "none" and section.dtype != "bfloat16"
     kv = config.cache.kv_cache_dtype
     if kv == "auto":
         kv = "float32" if wide else "bfloat16"
-    if KV_DTYPES[kv] not in POOL_KINDS:
+    if KV_DTYPES[kv] not in POOL_DTYPES:
         raise ConfigError(f"--kv-cache-dtype {kv}: the compiled CPU kernels keep keys and values as float32, bfloat16, "
                           "int8 or fp8; use bfloat16, or --attention-backend cpu")
     return Choice(mode, weights, KV_DTYPES[kv], f"{features.describe()}; weights {mode}, keys and values {kv}"), \

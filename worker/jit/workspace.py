@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.attention.base import BatchMeta
+from worker.attention.jit_layout import LANES, padded
 from worker.jit import attend_plan as plan
 from worker.jit import step as st
 from worker.jit.attend import HEADER
@@ -18,20 +19,6 @@ from worker.jit.program import float_bits, new_step
 
 POOL_KINDS = {torch.float32: st.POOL_F32, torch.bfloat16: st.POOL_BF16, torch.int8: st.POOL_INT8,
               torch.float8_e4m3fn: st.POOL_FP8}
-LANES = 16
-
-
-def padded(count: int) -> int:
-    """Up to whole vectors."""
-    return -(-count // LANES) * LANES
-
-
-def pool_shapes(shape: tuple[int, int, int, int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Keys [B, Hkv, D, S'], values [B, Hkv, S', D'] and either's scales [B, Hkv, S'] of a pool asked for as
-    [B, S, Hkv, D]."""
-    num_blocks, size, kv_heads, dim = shape
-    scales = (num_blocks, kv_heads, padded(size))
-    return (num_blocks, kv_heads, dim, padded(size)), (*scales, padded(dim)), scales
 
 
 class AttentionWorkspace:

@@ -46,10 +46,15 @@ class StepSampler:
     """One per worker. `compute_logits`: hidden [n, E] -> [n, V] float32; it may reuse its memory in the next call."""
 
     def __init__(self, state: RequestState, compute_logits: Callable[[Tensor], Tensor], eos_token_ids: list[int],
-                 num_valid_tokens: int | None = None) -> None:
+                 num_valid_tokens: int | None = None, *, use_kernels: bool = True) -> None:
         self.state, self.compute_logits, self.eos_token_ids = state, compute_logits, eos_token_ids
-        self.sampler = Sampler(num_valid_tokens)
+        self.sampler = Sampler(num_valid_tokens, use_kernels=use_kernels)
         self.mask: Mask | None = None           # of the step
+
+    def use(self, compute_logits: Callable[[Tensor], Tensor]) -> None:
+        """Another model's head from now on, and the compiled row kernels, which draw the same tokens."""
+        self.compute_logits = compute_logits
+        self.sampler = Sampler(self.sampler.num_valid_tokens)
 
     def run(self, batch: Batch, hidden: Tensor) -> StepResult:
         """hidden [N, E] of the step."""

@@ -1,0 +1,98 @@
+"""When a worker compiles behind torch, and what becomes of a compiler that fails."""
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba")
+
+from tests.worker.test_linear_source import make_process, write_model  # noqa: E402
+from worker.jit import build, compiler, features, upgrade  # noqa: E402
+from worker.jit.upgrade import Upgrade, reason_to_wait  # noqa: E402
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(features, "CACHE_ROOT", str(tmp_path))
+    for function in (features.cache_folder, compiler.stamp_path):
+        function.cache_clear()
+    yield tmp_path
+    for function in (features.cache_folder, compiler.stamp_path):
+        function.cache_clear()
+
+
+def test_the_stamp_is_of_this_code_and_these_versions(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compiler.is_compiled()
+    compiler.mark_compiled()
+    assert compiler.is_compiled() and compiler.stamp_path().is_relative_to(empty_cache)
+    monkeypatch.setattr("numba.__version__", "0.0")
+    compiler.stamp_path.cache_clear()
+    assert not compiler.is_compiled()
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(compiler, "stamp_path", lambda: tmp_path / "file" / "below")
+    compiler.mark_compiled()
+    assert not compiler.is_compiled()
+
+
+def test_a_start_waits_for_the_kernels_where_torch_must_not_or_cannot_serve(tmp_path: Path) -> None:
+    files = write_model(tmp_path / "m.gguf", {})
+    assert reason_to_wait(make_process(files), 1 << 30) is None
+    assert "--batch-invariant" in str(reason_to_wait(make_process(files, batch_invariant=True), 1 << 30))
+    assert "--attention-backend jit" in str(reason_to_wait(make_process(files, backend="jit"), 1 << 30))
+    assert "more than half of the free memory" in str(reason_to_wait(make_process(files), 1 << 10))
+
+
+def run_upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, made: Any) -> tuple[Upgrade, list[Any]]:
+    """The upgrade when it is over, and what `take` gave; `script` stands for the compiler, `made` for the model."""
+    def build_or_fail(*_: Any) -> Any:
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    config = make_process(write_model(tmp_path / "m.gguf", {}))
+    choice, _ = build.choose(config, "cpu")
+    assert choice is not None
+    monkeypatch.setattr(compiler, "start", lambda width: subprocess.Popen([sys.executable, "-c", script]))
+    monkeypatch.setattr(upgrade.build, "start_kernels", lambda threads: None)
+    monkeypatch.setattr(upgrade.jit_threads, "warm_up", lambda width: None)
+    monkeypatch.setattr(upgrade.build, "build", build_or_fail)
+    monkeypatch.setattr(upgrade, "torch", SimpleNamespace(set_num_threads=lambda count: None))
+    running, taken = Upgrade(config, choice), []
+    assert running.take() is None and not running.is_over
+    deadline = time.monotonic() + 30
+    while not running.is_over and time.monotonic() < deadline:
+        taken.append(running.take())
+        time.sleep(0.01)
+    return running, [*taken, running.take()]
+
+
+def test_the_model_is_given_once_when_the_compiler_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = object()
+    running, taken = run_upgrade(tmp_path, monkeypatch, "import time; time.sleep(0.2)", model)
+    assert running.is_over and [x for x in taken if x is not None] == [model] and running.seconds > 0.2
+
+
+@pytest.mark.parametrize("script, made, reason", [
+    ("raise SystemExit(3)", object(), "the compiler ended with status 3"),
+    ("", MemoryError("no room"), "MemoryError: no room"),
+])
+def test_without_kernels_torch_goes_on(script: str, made: Any, reason: str, tmp_path: Path,
+                                       monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    running, taken = run_upgrade(tmp_path, monkeypatch, script, made)
+    assert running.is_over and not any(taken)
+    assert f"no compiled kernels ({reason}); torch goes on serving" in caplog.text
+
+
+def test_a_compiler_whose_parent_is_gone_ends_at_once() -> None:
+    command = [sys.executable, "-m", "worker.jit.compiler", "--parent", "1", "--width", "64"]
+    assert subprocess.run(command, timeout=20).returncode == 1
