@@ -219,6 +219,8 @@ class Metrics:
         for name in ("computed", "wasted", "recomputed", "copied"):
             yield self._counter(f"tokens_{name}", f"Tokens {name}.", stats[f"num_{name}_tokens"])
         yield self._counter("failed_steps", "Steps that failed and were undone.", stats["num_failed_steps"])
+        yield self._counter("spec_decode_num_draft_tokens", "Drafts that were verified.", stats["num_draft_tokens"])
+        yield self._counter("spec_decode_num_accepted_tokens", "Of those, right.", stats["num_accepted_tokens"])
 
     def _step_families(self, llm: AsyncLLM) -> Iterator[Metric]:
         totals: StepTotals = llm.totals
