@@ -26,10 +26,12 @@ import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
 from worker.attention.base import BatchMeta
 from worker.attention.triton_paged import Device, TritonBackend
+from worker.device_rows import ResidentBuilder
 from worker.kernels.add_rms_norm import add_rms_norm
 from worker.kernels.argmax import argmax
 from worker.kernels.configs import shared_limit
@@ -40,12 +42,18 @@ from worker.kernels.moe import experts
 from worker.kernels.philox import philox_uniform
 from worker.kernels.sample_rows import sample_rows
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write
+from worker.kernels.quant_linear import quant_linear
+from worker.kernels.rows import TRITON_ROW_OPS
 from worker.kernels.silu_mul import silu_mul
+from worker.quant.weights import FP8 as FP8_WEIGHTS
+from worker.quant.weights import FP8_PER_BLOCK, INT4, KINDS, quantize
+from worker.quant.weights import INT8 as INT8_WEIGHTS
+from worker.request_state import RequestState
 from worker.kv_quant import FP8_CAPABILITY
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OPCODES = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "IMMA", "LDGSTS", "UTMALDG", "STL", "LDL")
-_MATRIX_KERNELS = ("paged_attention_kernel", "grouped_matmul_kernel")
+_MATRIX_KERNELS = ("paged_attention_kernel", "grouped_matmul_kernel", "quant_linear_kernel")
 _MATRIX = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "IMMA")
 PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}
 
@@ -194,6 +202,28 @@ def experts_case(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     return launch
 
 
+def linear_case(num_rows: int, kind: str, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """The widest projection of Qwen3-8B with narrow weights."""
+
+    def launch(capability: int) -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            weight = quantize(torch.empty((24576, 4096), dtype=torch.float16), kind)
+        codes, scales = (torch.empty(t.shape, dtype=t.dtype) for t in weight[1:3])
+        quant_linear(torch.zeros((num_rows, 4096), dtype=dtype), weight._replace(codes=codes, scales=scales))
+
+    return launch
+
+
+def batch_case() -> Case:
+    """The launches that keep the running batch on the device."""
+
+    def launch(capability: int) -> None:
+        state = RequestState(256, 40960, 16)
+        ResidentBuilder(state, 8192, "cpu", TRITON_ROW_OPS).warm_up()
+
+    return launch
+
+
 DECODE, MANY, CHUNK = ([1] * 4, [8192] * 4), ([1] * 256, [1024] * 256), ([512] * 3 + [1], [8192] * 4)
 DRAFTS = ([5] * 4, [2048] * 4)
 BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
@@ -209,6 +239,11 @@ QUICK: dict[str, tuple[Case, bool]] = {
     "rows": (row_case(BF16), False),
     "experts 64": (experts_case(64), True),
     "experts 4096": (experts_case(4096), True),
+    "batch": (batch_case(), False),
+    "linear int8 8": (linear_case(8, INT8_WEIGHTS), True),
+    "linear int4 8": (linear_case(8, INT4), True),
+    "linear fp8 8": (linear_case(8, FP8_WEIGHTS), True),
+    "linear fp8_per_block 512": (linear_case(512, FP8_PER_BLOCK), True),
 }
 REST: dict[str, tuple[Case, bool]] = {
     "chunk 64": (attention_case(*CHUNK, dim=64), True),
@@ -251,6 +286,8 @@ REST: dict[str, tuple[Case, bool]] = {
     "rotate 256 f32": (rotate_case(dim=256, norm=True, pool=torch.float32, dtype=torch.float32), True),
     "rows f32": (row_case(torch.float32), False),
     "experts 1024": (experts_case(1024), True),
+    **{f"linear {kind} {rows}": (linear_case(rows, kind), True) for kind in KINDS for rows in (8, 64, 512)},
+    "linear int4 8 f16": (linear_case(8, INT4, torch.float16), True),
     "experts 64 f16": (experts_case(64, torch.float16), True),
     "experts 64 f32": (experts_case(64, torch.float32), True),
 }

@@ -17,7 +17,7 @@ from ipc.model_source import ModelFiles
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority", "lpm")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
-QUANTIZATIONS = ("auto", "none", "int8", "int4")
+QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8", "fp8_per_block")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3")
 CUDA_GRAPHS = ("auto", "on", "off", "static")
 LOG_LEVELS = ("debug", "info", "warning", "error")

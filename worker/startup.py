@@ -22,10 +22,11 @@ from worker.jit import build, compiler
 from worker.jit.upgrade import Upgrade, reason_to_wait
 from worker.kv_pool import (RESERVED_BLOCKS, KVPool, cpu_num_blocks, free_memory, kv_bytes_per_block,
                             measure_block_swap_ns, profile_num_blocks)
-from worker.kv_quant import resolve_kv_dtype
+from worker.kv_quant import FP8_CAPABILITY, resolve_kv_dtype
 from worker.model_runner import ModelRunner
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
+from worker.models.quant_linear import quantize_linears
 from worker.request_state import RequestState
 from worker.sampling import jit_threads, processors
 from worker.sampling.step import PROMPT_SLICE
@@ -84,6 +85,28 @@ def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, d
         hidden = model(batch.input_ids, batch.positions, pool.caches, batch.meta, backend)
         return model.compute_logits(hidden[:max(num_logits, PROMPT_SLICE)])
     return run
+
+
+def count_bytes(model: FlatModel) -> int:
+    """Of all weights, shared ones once."""
+    return sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
+
+
+def quantize_weights(config: WorkerProcess, model: FlatModel, backend: AttentionBackend, device: str,
+                     starting: Starting) -> tuple[int, str]:
+    """(bytes of the weights, a line about them) once the linears are narrow. Raises ConfigError if they cannot be."""
+    kind, capability = config.model.quantization, compute_capability(device)
+    if kind.startswith("fp8") and capability is not None and capability < FP8_CAPABILITY:
+        raise ConfigError(f"--quantization {kind} needs compute capability {FP8_CAPABILITY / 10}; this GPU has "
+                          f"{capability / 10}; use int8")
+    starting.begin("quantize weights")
+    num_linears = quantize_linears(model, kind, backend.ops, lambda fraction: starting.advance(0.999 * fraction))
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    num_bytes = count_bytes(model)
+    text = f"{num_bytes / 2**20:.0f} MiB, {num_linears} linears as {kind}"
+    starting.end(text)
+    return num_bytes, text
 
 
 def make_drafter(config: WorkerProcess) -> NgramDrafter | None:
@@ -170,7 +193,7 @@ def build_runner(config: WorkerProcess, starting: Starting,
         if choice is None or upgrade is not None:
             model = load_model(config.model.files, dtype=dtype_name, device=device, seed=config.model.seed,
                                progress=lambda fraction: starting.advance(min(fraction, 0.999)))
-            num_bytes = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
+            num_bytes = count_bytes(model)
             stored = f"{num_bytes / 2**20:.0f} MiB, {dtype_name}"
         else:
             model, backend, stored = build.build(config, choice, lambda f: starting.advance(min(f, 0.999)))
@@ -182,13 +205,16 @@ def build_runner(config: WorkerProcess, starting: Starting,
     starting.end(stored)
 
     between()
-    starting.begin("size the KV pool")
     if choice is not None and upgrade is not None:
         backend, dtype = LayoutBackend(), choice.kv_dtype
         backend_name, reason = backend.name, "until the kernels are compiled"
     elif choice is None:
         backend_name, reason = resolve_backend(config.attention_backend, device)
         backend = get_backend(backend_name, device)
+        if config.model.quantization not in ("auto", "none"):
+            num_bytes, stored = quantize_weights(config, model, backend, device, starting)
+    starting.begin("size the KV pool")
+    if choice is None:
         dtype, why = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, compute_capability(device))
         logger.info("keys and values %s (%s)", str(dtype).removeprefix("torch."), why)
     else:

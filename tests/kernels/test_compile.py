@@ -33,6 +33,11 @@ MAX_REGISTERS = {
     "moe_count": 32,
     "moe_order": 80,
     "moe_combine": 48,
+    "move_rows": 40,
+    "decode_rows": 40,
+    "ragged_rows": 48,
+    "quant_linear": 255,
+    "sum_splits": 32,
 }
 
 

@@ -46,3 +46,16 @@ def test_the_milestones_requests_equal_the_reference_backends(
     outputs = asyncio.run(run())
     assert [len(tokens) for tokens in outputs] == [MAX_TOKENS[index] for index in REQUESTS]
     assert outputs == engine.loop.run(alone(engine.llm))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_are_narrow_in_the_torch_model_too(kind: str, tiny_model: str, engine: RunningEngine, temp: str) -> None:
+    """The reference of the narrow linears: eight bits give the float model's first tokens, four bits run."""
+    async def run() -> list[int]:
+        async with AsyncLLM(tiny_model, num_gpu_blocks_override=64, attention_backend="reference", device="cpu",
+                            quantization=kind, num_threads=1) as llm:
+            return (await finish(llm, 1)).outputs[0].token_ids
+
+    tokens, full = asyncio.run(run()), engine.loop.run(finish(engine.llm, 1)).outputs[0].token_ids
+    assert len(tokens) == len(full)
+    assert tokens[:2] == full[:2] or kind == "int4"

@@ -137,6 +137,11 @@ def test_what_a_worker_runs_is_chosen_with_its_reason(tmp_path: Path, monkeypatc
     assert choice is not None and choice.kv_dtype == torch.float32
     assert build.choose(make_process(files), "cuda") == (None, "the device is cuda")
     assert build.choose(make_process(files, backend="cpu"), "cpu") == (None, "--attention-backend cpu was asked for")
+    for process, device in ((make_process(files, quantization="int4"), "cuda"),
+                            (make_process(files, backend="triton", quantization="fp8"), "cpu")):
+        assert build.choose(process, device)[0] is None
+    with pytest.raises(ConfigError, match="--quantization fp8 is for GPUs; on this CPU use int8 or int4"):
+        build.choose(make_process(files, quantization="fp8"), "cpu")
     monkeypatch.setattr(features, "missing", lambda: "the package numba is not installed")
     assert build.choose(make_process(files), "cpu") == (None, "the package numba is not installed")
     for wanted in (dict(quantization="int8"), dict(batch_invariant=True), dict(backend="jit")):

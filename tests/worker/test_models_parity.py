@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", dict(head_dim=16)),
     "qwen3-tied": ("Qwen3", dict(head_dim=16, tie_word_embeddings=True, num_key_value_heads=1)),
     "qwen3-biased": ("Qwen3", dict(head_dim=16, attention_bias=True)),
+    "qwen3-wide": ("Qwen3", dict(head_dim=16, intermediate_size=64)),
     "qwen3-moe": ("Qwen3Moe", MOE),
     "qwen3-moe-mixed": ("Qwen3Moe", dict(MOE, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3],
                                          norm_topk_prob=False)),

@@ -47,12 +47,15 @@ def choose(config: WorkerProcess, device: str) -> tuple[Choice | None, str]:
     section = config.model
     refused = _refusal(config, device)
     if refused is not None:
-        for flag, given in ((f"--quantization {section.quantization}", section.quantization in ("int8", "int4")),
+        is_narrow = section.quantization not in ("auto", "none") and not _quantizes_in_torch(config, device)
+        for flag, given in ((f"--quantization {section.quantization}", is_narrow),
                             ("--batch-invariant", section.batch_invariant and config.attention_backend != "reference"),
                             ("--attention-backend jit", config.attention_backend == "jit")):
             if given:
                 raise ConfigError(f"{flag} needs the compiled CPU kernels, which do not run here: {refused}")
         return None, refused
+    if section.quantization not in OTHER_MODES:
+        raise ConfigError(f"--quantization {section.quantization} is for GPUs; on this CPU use int8 or int4")
     mode = (GGUF_MODES if section.files.kind == "gguf" else OTHER_MODES)[section.quantization]
     weights = section.dtype
     if weights == "auto":
@@ -69,6 +72,11 @@ def choose(config: WorkerProcess, device: str) -> tuple[Choice | None, str]:
                           "int8 or fp8; use bfloat16, or --attention-backend cpu")
     return Choice(mode, weights, KV_DTYPES[kv], f"{features.describe()}; weights {mode}, keys and values {kv}"), \
         "the processor is a CPU and numba is installed"
+
+
+def _quantizes_in_torch(config: WorkerProcess, device: str) -> bool:
+    """Whether the torch model takes narrow weights: as Triton kernels, or as their reference."""
+    return device != "cpu" or config.attention_backend in ("triton", "reference")
 
 
 def _refusal(config: WorkerProcess, device: str) -> str | None:

@@ -14,6 +14,7 @@ SHARED_LIMITS = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 9
 SMALLEST_SHARED_LIMIT = 99 * 1024
 
 MAX_SPLITS = 32
+MAX_LINEAR_SPLITS = 8
 MIN_TILES_PER_SPLIT = 2  # a split of less work costs more to combine than it saves
 FEW_PROGRAMS = 4  # per multiprocessor: with fewer, keys are split however short the parts become
 MANY_PROGRAMS = 32  # with fewer, decodes are split into parts of at least PART_KEYS: a last round of programs that
@@ -137,6 +138,23 @@ def grouped_config(num_entries: int, num_experts: int, item_bytes: int) -> Matmu
     if per_expert <= 16:  # bound by reading weights: narrow tiles, deep pipeline
         return MatmulConfig(16, 64, 128, 4, 3)
     return MatmulConfig(64, 128, 64, 4, 3) if per_expert <= 128 else MatmulConfig(128, 128, 64, 8, 3)
+
+
+def linear_config(num_rows: int, item_bytes: int, is_int4: bool) -> MatmulConfig:
+    """Tiles of a product with narrow weights. 4-bit ones are two products a tile, which costs registers."""
+    if item_bytes == 4:
+        return MatmulConfig(16, 32, 32, 4, 2)
+    if num_rows <= 16:
+        return MatmulConfig(16, 64, 128, 4, 3)
+    if num_rows <= 64:
+        return MatmulConfig(64, 64, 128, 4, 2)
+    return MatmulConfig(128, 64, 128, 8, 2) if is_int4 else MatmulConfig(128, 128, 64, 8, 3)
+
+
+def linear_splits(num_programs: int, num_tiles: int, num_processors: int) -> int:
+    """Over how many programs the inputs of a product are shared out: enough to fill the chip, none with less than
+    MIN_TILES_PER_SPLIT tiles."""
+    return max(1, min(2 * num_processors // num_programs, num_tiles // MIN_TILES_PER_SPLIT, MAX_LINEAR_SPLITS))
 
 
 def row_warps(size: int) -> int:

@@ -14,10 +14,12 @@ from worker.kernels.argmax import argmax
 from worker.kernels.embedding import embedding
 from worker.kernels.moe import experts
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write
+from worker.kernels.quant_linear import quant_linear
 from worker.kernels.rows import TRITON_ROW_OPS
 from worker.kernels.silu_mul import silu_mul
 from worker.models.layers import HeadNorm, RMSNorm
 from worker.models.ops import Ops
+from worker.quant.weights import QuantWeight
 
 if TYPE_CHECKING:
     from worker.attention.base import AttentionBackend, BatchMeta
@@ -44,6 +46,9 @@ class TritonOps(Ops):
                          num_kv_heads: int, cache: Any, meta: BatchMeta, backend: AttentionBackend) -> Tensor:
         return qkv_rope_kv_write(qkv, *rope, cache, meta.slot_mapping, num_heads=num_heads,
                                  norm_weight=None if norm is None else norm.weight, eps=norm.eps if norm else 0.0)
+
+    def quant_linear(self, x: Tensor, weight: QuantWeight, bias: Tensor | None) -> Tensor:
+        return quant_linear(x, weight, bias)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return experts(x, ids, weights, gate_up, down)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.models.layers import HeadNorm, RMSNorm, apply_rope
+from worker.quant.weights import QuantWeight, dequantize
 from worker.row_ops import TORCH_ROW_OPS
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ class Ops:
         rotated = apply_rope(rotated, *rope)
         backend.write(cache, rotated[:, num_heads:], qkv[:, num_rotated:], meta)
         return rotated[:, :num_heads]
+
+    def quant_linear(self, x: Tensor, weight: QuantWeight, bias: Tensor | None) -> Tensor:
+        """x [N, K], weight [out, K] in codes -> [N, out]. Widens the whole weight at every call."""
+        return F.linear(x, dequantize(weight).to(x.dtype), bias)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """x [N, E], ids and weights [N, k], gate_up [X, 2F, E], down [X, E, F] -> [N, E]: the weighted sum of each
