@@ -49,7 +49,9 @@ def test_the_milestones_requests_equal_the_reference_backends(
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_weights_are_narrow_in_the_torch_model_too(kind: str, tiny_model: str, engine: RunningEngine, temp: str) -> None:
+def test_weights_are_narrow_in_the_torch_model_too(
+    kind: str, tiny_model: str, engine: RunningEngine, temp: str
+) -> None:
     """The reference of the narrow linears: eight bits give the float model's first tokens, four bits run."""
     async def run() -> list[int]:
         async with AsyncLLM(tiny_model, num_gpu_blocks_override=64, attention_backend="reference", device="cpu",
