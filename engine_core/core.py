@@ -281,7 +281,9 @@ class EngineCore:
         self._is_blocked = False
         self.committed_step = result.step
         self.outbox.tokens(news.ids, news.index, news.tokens)
-        self.outbox.step([record.begin_ns, record.end_ns, record.sent_ns, result.received_ns, result.prepared_ns,
+        # On a busy host the worker can have the plan before this process comes to note that it left.
+        sent_ns = min(record.sent_ns, result.received_ns or record.sent_ns)
+        self.outbox.step([record.begin_ns, min(record.end_ns, sent_ns), sent_ns, result.received_ns, result.prepared_ns,
                           result.launched_ns, result.done_ns, result.device_ns, now_ns, 0, 0, result.step,
                           record.num_rows, record.num_tokens, record.num_prefill_tokens])
         for number, kind, message in extras:

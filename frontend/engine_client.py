@@ -50,6 +50,7 @@ class EngineClient:
         self._became_ready = asyncio.Event()
         self.timeline = Timeline()
         self.totals = StepTotals(self.timeline)
+        self._unwritten: tuple[Outputs, int, int] | None = None     # news whose tasks have not run: received, handled
         self.num_restarts = 0                   # of the core, survived
         self._link = self._connect(core)
 
@@ -166,8 +167,13 @@ class EngineClient:
         if isinstance(message, Outputs):
             received_ns = time.monotonic_ns()
             self._on_outputs(message, received_ns)
-            if message.stamps:                  # the loop runs it behind the tasks just woken: they have written then
-                self._loop.call_soon(self._record, message, received_ns, time.monotonic_ns())
+            if message.stamps:
+                handled_ns = time.monotonic_ns()
+                if self._unwritten is None:     # the loop runs it behind the tasks just woken: they have written then
+                    self._loop.call_soon(self._written)
+                else:                           # another message came before they ran; they write for both
+                    self._record(*self._unwritten, self._unwritten[2])
+                self._unwritten = message, received_ns, handled_ns
         elif isinstance(message, EngineReady):
             self.ready = message
             self._replay()
@@ -184,8 +190,13 @@ class EngineClient:
         elif isinstance(message, HelloAck):
             self.fail(EngineDeadError(f"the engine core refused this frontend: {message.refused}"))
 
-    def _record(self, outputs: Outputs, received_ns: int, handled_ns: int) -> None:
-        self.timeline.add(outputs.stamps, received_ns, handled_ns, time.monotonic_ns(), outputs.num_running,
+    def _written(self) -> None:
+        if self._unwritten is not None:
+            self._record(*self._unwritten, time.monotonic_ns())
+            self._unwritten = None
+
+    def _record(self, outputs: Outputs, received_ns: int, handled_ns: int, written_ns: int) -> None:
+        self.timeline.add(outputs.stamps, received_ns, handled_ns, written_ns, outputs.num_running,
                           outputs.num_waiting, outputs.num_free_blocks)
         if self.totals.is_due:
             self.totals.update()

@@ -20,6 +20,7 @@ from frontend.metrics import Metrics
 from frontend.openai.app import build_app
 from frontend.openai.debug import debug_rows
 from frontend.peers import Peers
+from frontend.tracing import RequestTracer
 from ipc.config import FrontendProcess
 from ipc.errors import ConfigError, EngineDeadError
 from ipc.lifeline import ChildLife
@@ -69,6 +70,10 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     section = config.frontend
     metrics = Metrics(llm.served_model_name, config.frontend.metrics_prefix)
     llm.observers.append(metrics.observe)
+    tracer = None
+    if section.otlp_traces_endpoint:
+        tracer = RequestTracer(section.otlp_traces_endpoint, llm.served_model_name)
+        llm.observers.append(tracer.observe)
     peers_here = Peers(config.run_dir, config.rank) if section.api_servers > 1 else None
     if peers_here is not None:
         peers_here.answers.update(metrics=metrics.own_text, pause=_done(llm.pause), resume=_done(llm.resume))
@@ -94,6 +99,8 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     if peers_here is not None:
         peers_here.close()
     await llm.close()
+    if tracer is not None:
+        await asyncio.to_thread(tracer.close)
 
 
 def _done(call: Callable[[], None]) -> Callable[[], bytes]:

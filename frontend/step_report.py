@@ -77,8 +77,10 @@ def scheduler_ns(column: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def device_ns(column: dict[str, np.ndarray]) -> np.ndarray:
-    """Per step: forward pass and sampling."""
-    found: np.ndarray = np.maximum(column["worker_done"] - column["worker_prepared"], 0)
+    """Per step: forward pass and sampling. A step launched before the last one ended begins where that ended."""
+    begin = column["worker_prepared"].copy()
+    begin[1:] = np.maximum(begin[1:], column["worker_done"][:-1])
+    found: np.ndarray = np.maximum(column["worker_done"] - begin, 0)
     return found
 
 

@@ -2,7 +2,8 @@
 
 The core sends the stamps of every step it commits (ipc.messages.STAMPS); this frontend adds when it received their
 news, had made text of it, and had written it. All are monotonic nanoseconds of one host. Always on: a few clock reads
-and one row copy a step. What the rows say is step_report.py's and trace.py's to tell. Knows no HTTP.
+and one row copy a step. Streamed text is written where it is made, so that `detokenize` holds it and `write` what tasks
+do afterwards. What the rows say is step_report.py's and trace.py's to tell. Knows no HTTP.
 
     plan ─ encode ─ wire ─ prepare ─ forward ─ sample ─ wire ─ commit ─ wire ─ detokenize ─ write
     core                   worker                              core           frontend

@@ -142,6 +142,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--drain-timeout", "frontend.drain_timeout", float,
                "seconds that running streams get after SIGTERM; a second signal ends them"),
         Option("--metrics-prefix", "frontend.metrics_prefix", str, "namespace of the names on /metrics"),
+        Option("--otlp-traces-endpoint", "frontend.otlp_traces_endpoint", str,
+               "send a span of each request there, OTLP over HTTP; needs the extra otel"),
+        Option("--return-timings", "frontend.return_timings", bool,
+               "tell each request its own queue, prefill and decode time (per request: return_timings)"),
         Option("--api-key", "frontend.api_keys", str, "a key that clients must send; repeatable", is_list=True,
                is_secret=True),
         Option("--admin-api-key", "frontend.admin_api_keys", str, "a key for the control routes, which are off without "

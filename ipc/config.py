@@ -116,6 +116,8 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     served_model_name: str = ""                 # "": the name given as --model
     drain_timeout: float = 0.0                  # seconds that running streams get after SIGTERM; 0: they end at once
     metrics_prefix: str = "vllm"                # namespace of /metrics: dashboards made for vLLM work as they are
+    otlp_traces_endpoint: str = ""              # of an OpenTelemetry collector, OTLP over HTTP; "": no traces
+    return_timings: bool = False                # tell each request its own times, unless it says otherwise
     api_servers: int = 1                        # processes that serve the port, all on one core
     max_connections: int = 4096                 # open at once per process; idle ones make room for new ones, else 503
     api_keys: tuple[str, ...] = ()              # none: whoever reaches the port may use it
@@ -129,6 +131,9 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def __post_init__(self) -> None:
         _range("port", self.port, 0, 65535)
+        if self.otlp_traces_endpoint and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_traces_endpoint):
+            raise ConfigError(f"--otlp-traces-endpoint is {self.otlp_traces_endpoint!r}; it takes the URL of OTLP over "
+                              "HTTP, for example http://localhost:4318/v1/traces")
         if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             raise ConfigError(f"--metrics-prefix is {self.metrics_prefix!r}; it takes letters, digits and _, for "
                               "example threefold")

@@ -11,12 +11,21 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int                          # given by the prefix cache
 
 
+class Timings(msgspec.Struct):
+    """Where the time of a call went, milliseconds; of several prompts, each part of the one that took longest."""
+    tokenize_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+
+
 class Usage(msgspec.Struct):
     """Tokens of one call, over all prompts and choices; a prompt counts once whatever n is."""
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET        # when asked for
 
 
 class FunctionCall(msgspec.Struct):

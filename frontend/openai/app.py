@@ -67,7 +67,7 @@ class OpenAIApp:
     """The application. `state.counters` and `state.engine` are for metrics and tests."""
 
     def __init__(self, engine: EngineLike, routes: list[Route], limits: Limits, counters: Counters,
-                 cors: Cors) -> None:
+                 cors: Cors, returns_timings: bool = False) -> None:
         self.state = State()
         self.state.engine = engine
         self.state.counters = counters
@@ -75,6 +75,7 @@ class OpenAIApp:
         self.router = Router(routes, redirect_slashes=False)
         self._counters = counters
         self._cors = cors
+        self._returns_timings = returns_timings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Every failure becomes one error body, in or before the stream."""
@@ -83,6 +84,7 @@ class OpenAIApp:
             return
         scope["app"] = self                             # the router then raises HTTPException for 404 and 405
         exchange = scope["exchange"] = Exchange(scope, receive, send, self.limits)
+        exchange.returns_timings = self._returns_timings
         self._counters.num_requests += 1
         self._counters.num_active += 1
         context = CURRENT.set(exchange.context())
@@ -135,7 +137,7 @@ def build_app(engine: EngineLike, *, version: str = "0.1.0", limits: Limits | No
     rows = [*api_rows(version, counters, peers), *extra_rows]
     rows.append(Row(("GET",), "/openapi.json", openapi_handler(rows, version), "this API, described"))
     return OpenAIApp(engine, [make_route(row, engine, keys) for row in rows], limits or Limits(), counters,
-                     Cors(section))
+                     Cors(section), section.return_timings)
 
 
 def api_rows(version: str, counters: Counters, peers: Peers | None = None) -> list[Row]:

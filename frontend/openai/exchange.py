@@ -49,6 +49,7 @@ class Exchange:
         self.dialect: Dialect = OPENAI                  # how errors are written
         self.caller = ""                                # stands for the caller's API key; "": no keys are configured
         self.headers: list[tuple[bytes, bytes]] = []    # of the answer, whatever it will be
+        self.returns_timings = False                    # the answer says where its time went
         self.is_stream = False                          # the caller asked for events
         self.is_started = False                         # status and headers are out
         self.is_ended = False
@@ -87,6 +88,8 @@ class Exchange:
         if request.request_id is not None and self.header(b"x-request-id") is None:
             limit = self.limits.max_request_id_chars
             self.request_id = checked_request_id(request.request_id.encode(), limit, "request_id")
+        if request.return_timings is not None:
+            self.returns_timings = request.return_timings
         if ignored:
             self.headers.append((b"x-ignored-fields", protocol.note_ignored(self.request_id, cls, ignored)))
         return request, len(body)

@@ -10,18 +10,20 @@ import contextlib
 import dataclasses
 import hashlib
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
 from frontend.openai import sse
-from frontend.openai.answers import PromptTokensDetails, Usage
+from frontend.openai.answers import PromptTokensDetails, Timings, Usage
 from frontend.openai.chat_parts import ChoiceParts, PartsOf
 from frontend.openai.engine import EngineLike
 from frontend.openai.errors import NotReadyError
 from frontend.openai.exchange import Exchange
 from frontend.openai.protocol import GenerationRequest
-from frontend.outputs import FINISH_ABORT, FINISH_ERROR, CompletionOutput, RequestOutput
+from frontend.outputs import FINISH_ABORT, FINISH_ERROR, CompletionOutput, RequestMetrics, RequestOutput
+from frontend.request_log import parts
 from ipc.errors import EngineDeadError, ModelNotFoundError, RequestFailedError
 
 OutputStream = AsyncGenerator[RequestOutput, None]
@@ -69,21 +71,42 @@ class UsageCounter:
         self._prompt = [0] * num_prompts
         self._completion = [0] * num_prompts
         self._cached = [0] * num_prompts
+        self._times: list[RequestMetrics | None] = [None] * num_prompts
 
     def update(self, prompt_index: int, output: RequestOutput) -> None:
         """Replace the counts of one prompt."""
         self._prompt[prompt_index] = output.usage_prompt_tokens
         self._completion[prompt_index] = output.usage_completion_tokens
         self._cached[prompt_index] = output.num_cached_tokens
+        self._times[prompt_index] = output.metrics
 
-    def usage(self) -> Usage:
+    def usage(self, with_timings: bool = False) -> Usage:
         """The sums."""
         prompt, completion = sum(self._prompt), sum(self._completion)
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(sum(self._cached)))
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(sum(self._cached)),
+                     self.timings() if with_timings else msgspec.UNSET)
 
-    def json(self) -> bytes:
+    def timings(self) -> Timings:
+        """Until now."""
+        now = time.monotonic()
+        spans = [parts(times, now) for times in self._times if times is not None]
+
+        def longest(name: str) -> float:
+            took = [end - begin for begin, end in (span.get(name, (0.0, 0.0)) for span in spans)]
+            return round(1000 * max(took, default=0.0), 3)
+
+        return Timings(longest("tokenize"), longest("queue"), longest("prefill"), longest("decode"))
+
+    def server_timing(self) -> tuple[bytes, bytes]:
+        """The same as a header that browsers' tools show (W3C Server Timing), with the tokens found in the cache. What
+        has not begun when the headers leave is not in it."""
+        told = msgspec.structs.asdict(self.timings())
+        entries = [f"{name.removesuffix('_ms')};dur={ms}" for name, ms in told.items() if ms or name != "decode_ms"]
+        return b"server-timing", ", ".join([*entries, f'cache;desc="{sum(self._cached)} tokens"']).encode()
+
+    def json(self, with_timings: bool = False) -> bytes:
         """The sums as JSON, for a chunk."""
-        return msgspec.json.encode(self.usage())
+        return msgspec.json.encode(self.usage(with_timings))
 
 
 async def merge(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -189,8 +212,10 @@ async def stream_answer(exchange: Exchange, request: GenerationRequest, head: An
                 elif choice.text or told is not None:
                     data += encoder.text(index, choice.text, usage, told)
             if data:
+                if exchange.returns_timings and not exchange.is_started:
+                    exchange.headers.append(counter.server_timing())
                 await exchange.write(data)
-        end = encoder.usage(counter.json()) if include_usage else b""
+        end = encoder.usage(counter.json(exchange.returns_timings)) if include_usage else b""
         await exchange.end(end + sse.DONE)
 
 
@@ -220,4 +245,7 @@ async def collect_answer(exchange: Exchange, streams: Sequence[OutputStream], n:
                 choices[prompt_index * n + choice.index] = choice
     if len(choices) != n * len(streams):
         raise RuntimeError(f"{len(choices)} choices came from the engine, {n * len(streams)} were asked for")
-    return [(choices[index], checked_finish(choices[index])) for index in sorted(choices)], counter.usage()
+    if exchange.returns_timings:
+        exchange.headers.append(counter.server_timing())
+    found = [(choices[index], checked_finish(choices[index])) for index in sorted(choices)]
+    return found, counter.usage(exchange.returns_timings)

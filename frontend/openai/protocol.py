@@ -63,6 +63,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None                 # lower runs first
     cache_salt: str | None = None               # requests with different ones share no cached blocks
     request_id: str | None = None               # as the header x-request-id, which wins
+    return_timings: bool | None = None          # where the time went, in usage and the header Server-Timing
     # Accepted without effect: labels and hints for whoever runs or bills a service.
     user: Any = None
     store: Any = None

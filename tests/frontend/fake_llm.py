@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from frontend.outputs import CompletionOutput, RequestOutput
+from frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from frontend.tools.formats import get_format
 from ipc.errors import RequestError
 from ipc.sampling_params import SamplingParams
@@ -73,6 +73,7 @@ class FakeLLM:
         self.gate: asyncio.Event | None = None
         self.token_s = 0.0                      # seconds per token
         self.script: list[str] | None = None    # tokens to answer with, instead of letters
+        self.metrics: RequestMetrics | None = None      # of every request
         self.calls: list[dict[str, Any]] = []
         self.chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
         self.num_aborted = self.num_resets = 0
@@ -157,7 +158,8 @@ class FakeLLM:
                     if output_kind == "final":
                         news = [item for item in news if item.finish_reason]
                     yield RequestOutput(request_id or "", None, ids, news, is_complete, num_cached_tokens=len(ids) // 4,
-                                        usage_prompt_tokens=len(ids), usage_completion_tokens=num_tokens)
+                                        usage_prompt_tokens=len(ids), usage_completion_tokens=num_tokens,
+                                        metrics=self.metrics)
         finally:
             if not is_complete:
                 self.num_aborted += 1

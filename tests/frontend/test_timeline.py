@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from frontend.step_report import IDLE_CAUSES, StepTotals, analyse, idle_causes
+from frontend.step_report import IDLE_CAUSES, StepTotals, analyse, device_ns, idle_causes
 from frontend.timeline import COLUMN, COLUMNS, RING_STEPS, Timeline, columns
 from frontend.trace import chrome_trace, operator_events
 from ipc.messages import STAMPS
@@ -145,3 +145,10 @@ def test_operators_come_on_the_clock_of_the_steps() -> None:
     assert [(e["name"], e["ts"], e["dur"]) for e in found if e["ph"] == "X"] == [("aten::mm", 2_500.0, 40.0)]
     with pytest.raises(ValueError, match="clock mark"):
         operator_events({"traceEvents": [operator]})
+
+
+def test_a_step_launched_before_the_last_one_ended_counts_from_that_end() -> None:
+    rows = steps(3, forward=1000)
+    rows[1, COLUMN["worker_prepared"]] = rows[0, COLUMN["worker_done"]] - 400 * US
+    rows[1, COLUMN["worker_done"]] = rows[0, COLUMN["worker_done"]] + 700 * US
+    assert device_ns(columns(rows)).tolist() == [1100 * US, 700 * US, 1100 * US]

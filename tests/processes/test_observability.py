@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from frontend import SamplingParams
 from frontend.request_log import PARTS, parts
+from frontend.step_report import IDLE_CAUSES
 from frontend.timeline import STAGES
+from frontend.trace import PIDS
+from tests.processes.tools import FLAGS, engine_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +52,39 @@ def test_metrics_count_what_was_served_in_the_known_names(engine: Any) -> None:
                  "vllm:request_prompt_tokens_count"):
         assert after[name] - before.get(name, 0) == 1
     assert after["vllm:num_requests_running"] == 0 and 0 <= after["vllm:kv_cache_usage_perc"] <= 1
+
+
+def test_the_dashboard_asks_only_for_what_metrics_export(engine: Any) -> None:
+    post(engine, 7)
+    board = json.loads((ROOT / "frontend/dashboards/grafana.json").read_text())
+    asked = set(re.findall(r"\$\{prefix\}:(\w+)", json.dumps(board)))
+    exported = {name.removeprefix("vllm:") for name in samples(engine)}
+    assert len(asked) > 30 and asked - exported == set()
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids)) and all(panel["targets"] for panel in board["panels"] if panel["type"] != "row")
+
+
+def test_counters_of_steps_grow_by_what_the_timeline_saw(engine: Any) -> None:
+    before = samples(engine)
+    post(engine, 40)
+    after = samples(engine)
+    gained = {name.removeprefix("vllm:"): value - before.get(name, 0.0) for name, value in after.items()}
+    assert gained["iteration_tokens_total_count"] >= 40 and gained["iteration_tokens_total_sum"] >= 40
+    for name in ("scheduler", "device", "wire"):
+        assert 0 < gained[f"{name}_seconds_total"]
+    assert gained["inter_token_latency_seconds_count"] == 39
+    found = labelled(engine)
+    assert {labels["process"] for labels in found["vllm:process_rss_bytes"]} == {"frontend", "engine_core", "worker"}
+    assert {labels["kind"] for labels in found["vllm:preemptions_by_kind_total"]} == {"swap", "recompute"}
+    assert {labels["cause"] for labels in found["vllm:device_idle_seconds_total"]} == set(IDLE_CAUSES)
+
+
+def labelled(engine: Any) -> dict[str, list[dict[str, str]]]:
+    found: dict[str, list[dict[str, str]]] = {}
+    for family in text_string_to_metric_families(get(engine, "/metrics").decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    return found
 
 
 def test_the_timeline_has_every_step_in_causal_order(engine: Any) -> None:
@@ -155,3 +192,38 @@ def test_the_library_has_the_same_timeline(engine: Any) -> None:
         return len(engine.llm.timeline.window())
 
     assert engine.loop.run(run()) >= 12
+
+
+def test_torch_operators_stand_in_the_trace_on_the_clock_of_the_steps(tiny_model: str, temp: str,
+                                                                      tmp_path: Path) -> None:
+    """Each step's own range of the profiler lies where the worker's stamps say that the step was."""
+    trace = tmp_path / "t.json"
+    with_operators = ("profile", tiny_model, *FLAGS, "--requests", "4", "--prompt-tokens", "20", "--output-tokens", "8",
+                      "--torch-profiler", "--trace", str(trace))
+    done = subprocess.run([sys.executable, str(ROOT / "launch.py"), *with_operators], capture_output=True, text=True,
+                          timeout=120, env=engine_environment(temp))
+    assert done.returncode == 0, done.stderr
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    operators = [event for event in events if event["pid"] == PIDS["worker operators"]]
+    assert {"aten::embedding", "forward", "sample"} <= {event["name"] for event in operators}
+    forwards = {event["args"]["step"]: event for event in events
+                if event["pid"] == PIDS["worker"] and event["name"] == "forward"}
+    ranges = {int(event["name"].split()[1]): event for event in operators if event["name"].startswith("step ")}
+    both = forwards.keys() & ranges.keys()
+    assert len(both) >= 8
+    slack = 2_000.0                             # of the two clocks' marks, microseconds
+    for step in both:
+        inner, outer = forwards[step], ranges[step]
+        assert outer["ts"] - slack <= inner["ts"] and (inner["ts"] + inner["dur"]
+                                                       <= outer["ts"] + outer["dur"] + slack)
+
+
+def test_the_profiler_is_behind_the_admin_key(engine: Any) -> None:
+    with pytest.raises(urllib.error.HTTPError) as failure:
+        urllib.request.urlopen(urllib.request.Request(f"{engine.server.url}/start_profile", b"", method="POST"))
+    assert failure.value.code == 404 and b"--admin-api-key" in failure.value.read()
+
+
+def test_a_profiler_that_does_not_record_cannot_be_stopped(engine: Any) -> None:
+    with pytest.raises(ValueError, match="does not record"):
+        engine.loop.run(engine.llm.stop_profile())

@@ -1,0 +1,102 @@
+"""`profile` names the cause: a delay is planted in one process of a real engine, and the sentence must name that one.
+
+The fault comes from a sitecustomize module on the children's path: their code is what it always is.
+"""
+from __future__ import annotations
+
+import asyncio
+import textwrap
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend import AsyncLLM, SamplingParams, request_stream
+from frontend.cli.profile import Load, run_load
+from frontend.step_report import analyse
+from tests.processes.tools import OPTIONS
+
+LOAD = Load(concurrency=4, requests=12, prompt_tokens=16, output_tokens=40)
+
+PLANT = """
+import sys, time
+from importlib.machinery import PathFinder
+
+TARGETS = {targets!r}
+
+class Planter:
+    def find_spec(self, name, path=None, target=None):
+        if name not in TARGETS:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            owner, method = TARGETS[name]
+            slow = getattr(getattr(module, owner), method)
+            def delayed(*arguments):
+                time.sleep(0.003)
+                return slow(*arguments)
+            setattr(getattr(module, owner), method, delayed)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Planter())
+"""
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes every child of this test sleep 3 ms in module.owner.method."""
+    def into(module: str, owner: str, method: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(PLANT).format(targets={module: (owner, method)}))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return into
+
+
+async def sentence(model: str, load: Load = LOAD) -> str:
+    async with AsyncLLM(model, **OPTIONS) as llm:
+        return analyse((await run_load(llm, load)).rows).verdict
+
+
+def test_a_slow_scheduler_is_named(tiny_model: str, temp: str, plant: Any) -> None:
+    plant("engine_core.scheduler", "Scheduler", "schedule")
+    assert asyncio.run(sentence(tiny_model)).startswith("The scheduler bounds it")
+
+
+def test_a_slow_preparation_in_the_worker_is_named(tiny_model: str, temp: str, plant: Any) -> None:
+    plant("worker.batch", "BatchBuilder", "build")
+    assert asyncio.run(sentence(tiny_model)).startswith("The worker's host side bounds it")
+
+
+def test_a_slow_detokenizer_is_named(tiny_model: str, temp: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AsyncLLM's frontend is this process. 3 ms a token, four requests at once: 12 ms a step."""
+    make = request_stream.make_detokenizer
+
+    def slowed(*arguments: Any) -> Any:
+        detokenizer = make(*arguments)
+
+        def feed(tokens: Any) -> str:
+            time.sleep(0.003)
+            return detokenizer.feed(tokens)
+
+        return types.SimpleNamespace(feed=feed, flush=detokenizer.flush)
+
+    monkeypatch.setattr(request_stream, "make_detokenizer", slowed)
+    found = asyncio.run(sentence(tiny_model))
+    assert found.startswith("The frontend bounds it") and "detokenizing" in found
+
+
+def test_throttled_requests_are_named(tiny_model: str, temp: str) -> None:
+    async def throttled() -> str:
+        async with AsyncLLM(tiny_model, **OPTIONS) as llm:
+            params = SamplingParams(max_tokens=2, ignore_eos=True)
+            for number in range(12):
+                async for _ in llm.generate([1 + number] * 8, params):
+                    pass
+                await asyncio.sleep(0.2)
+            return analyse(llm.timeline.window()).verdict
+
+    assert asyncio.run(throttled()).startswith("Requests bound it")
