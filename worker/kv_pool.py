@@ -166,10 +166,7 @@ def apply_block_ops(
     copy_sources, copy_targets = _pairs(copies)
     sources = np.concatenate([out_blocks, copy_sources])
     targets = np.concatenate([in_blocks, copy_targets])
-    _check_ids("block", np.concatenate([sources, targets]), 1, pool.num_blocks)
-    _check_ids("host slot", np.concatenate([out_slots, in_slots]), 0, host.num_host_blocks - 1)
-    _check_written_once("block", targets)
-    _check_written_once("host slot", out_slots)
+    check_block_ops(pool, host, sources, targets, out_slots, in_slots)
     if len(sources) + len(targets) == 0:
         return
     num_out, device = len(out_blocks), pool.device
@@ -183,6 +180,16 @@ def apply_block_ops(
             incoming.insert(0, host_tensor.index_select(0, in_index).to(device))
             host_tensor.index_copy_(0, out_index, gathered[:num_out].cpu())
         words.index_copy_(0, target_index, torch.cat(incoming))
+
+
+def check_block_ops(pool: KVPool, host: HostPool, sources: np.ndarray, targets: np.ndarray, out_slots: np.ndarray,
+                    in_slots: np.ndarray) -> None:
+    """Blocks that are read and written, host slots that are written and read. Raises RuntimeError for an id out of
+    range or a target written twice."""
+    _check_ids("block", np.concatenate([sources, targets]), 1, pool.num_blocks)
+    _check_ids("host slot", np.concatenate([out_slots, in_slots]), 0, host.num_host_blocks - 1)
+    _check_written_once("block", targets)
+    _check_written_once("host slot", out_slots)
 
 
 def measure_block_swap_ns(pool: KVPool, num_host_blocks: int) -> int:

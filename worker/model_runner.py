@@ -33,8 +33,10 @@ from worker.pinned import Result, ResultReader
 from worker.request_state import RequestState, Unread
 from worker.sampling.grammar import Grammars
 from worker.sampling.grammar_vocabulary import load_vocabulary
+from worker.sampling.sampler import SamplingColumns
 from worker.sampling.step import NO_ROWS, StepResult, StepSampler
 from worker.spec_decode.ngram import NO_DRAFTS, NgramDrafter
+from worker.swap_stream import SwapStream
 
 if TYPE_CHECKING:
     from worker.jit.upgrade import Upgrade
@@ -75,6 +77,9 @@ class ModelRunner:
         """upgrade: on its way to another model for the same pool; this one then uses no compiled kernels either."""
         self.model, self.backend, self.pool, self.device = model, backend, pool, device
         self.host = HostPool(pool, num_host_blocks)
+        self.move_blocks: Callable[..., None] = functools.partial(apply_block_ops, pool, self.host)
+        if pool.device.type == "cuda":
+            self.move_blocks = SwapStream(pool, self.host).apply
         self.state = RequestState(seats, max_model_len, pool.block_size)
         self.builder: BatchBuilder | ResidentBuilder
         self.graphs: DecodeGraphs | None = None
@@ -108,8 +113,7 @@ class ModelRunner:
         """Queue one plan. At most one earlier step may be unfinished; `before_wait` finishes it, and is called when
         this plan needs its tokens, or before the host waits for this plan's own."""
         if plan.swap_out or plan.swap_in or plan.copies:
-            apply_block_ops(self.pool, self.host, swap_out=_pairs(plan.swap_out), swap_in=_pairs(plan.swap_in),
-                            copies=_pairs(plan.copies))
+            self.move_blocks(swap_out=_pairs(plan.swap_out), swap_in=_pairs(plan.swap_in), copies=_pairs(plan.copies))
         if plan.spec_token_ids:                 # they follow tokens that the step before must have
             before_wait()
         self.builder.apply(plan)
@@ -124,7 +128,7 @@ class ModelRunner:
             hidden = self._run(batch)
             step.launched_ns = time.monotonic_ns()
             with self.range("sample"):
-                tokens = self._arg_max(batch, hidden)
+                tokens = self._sample(batch, hidden)
             step.pending = self.results.read(tokens, begin)
             step.unread = self.state.count(batch.counts, batch.sample_rows)
             return step
@@ -157,7 +161,7 @@ class ModelRunner:
         """The result of a launched step; waits for it."""
         result, device_ns = step.result, step.done_ns - step.prepared_ns
         if step.pending is not None and step.unread is not None and step.batch is not None:
-            tokens = result.tokens = step.pending.wait()
+            tokens = result.tokens = np.maximum(step.pending.wait(), -1)
             step.done_ns = time.monotonic_ns()
             device_ns = step.pending.device_ns() or step.done_ns - step.prepared_ns
             self.state.fill(step.unread, tokens)
@@ -210,17 +214,25 @@ class ModelRunner:
         return hidden
 
     def _is_sampled_on_device(self, batch: Batch) -> bool:
-        """Only arg-maxes, and nothing that the host knows changes them."""
+        """Arg-maxes and draws that nothing which the host knows changes."""
         state, rows = self.state, batch.sample_rows
         return (isinstance(self.builder, ResidentBuilder) and self.drafter is None and state.num_with_options == 0
-                and state.num_with_floor == 0 and not state.temperature[rows].any())
+                and state.num_with_floor == 0 and (self.backend.ops.can_draw or not state.temperature[rows].any()))
 
-    def _arg_max(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Newest tokens int32 [L], on the device and kept there."""
+    def _sample(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Newest tokens int32 [L], on the device and kept there; below 0: the row's logits are bad."""
         if batch.logits_index is not None:
             hidden = hidden.index_select(0, batch.logits_index)
-        logits = self.model.compute_logits(hidden)[:, :self.sampler.sampler.num_valid_tokens]
-        tokens = self.backend.ops.arg_max(logits)
+        state, rows = self.state, batch.sample_rows
+        logits = self.model.compute_logits(hidden)
+        width = min(logits.shape[1], self.sampler.sampler.num_valid_tokens or logits.shape[1])
+        if state.temperature[rows].any():
+            tokens = self.backend.ops.draw(logits, width, SamplingColumns(
+                temperature=state.temperature[rows], top_k=state.top_k[rows], top_p=state.top_p[rows],
+                min_p=state.min_p[rows], seed=state.seed[rows], child=state.choice[rows],
+                output_index=state.known[rows] - state.num_prompt[rows]))
+        else:
+            tokens = self.backend.ops.arg_max(logits[:, :width])
         if isinstance(self.builder, ResidentBuilder):
             self.builder.sampled(batch, tokens)
         return tokens

@@ -24,7 +24,8 @@ from worker.models.safetensors_loader import read_safetensors_header
 
 CONFIG: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"], vocab_size=24, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, eos_token_id=2)
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, eos_token_id=2,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)       # read by mixtures of experts only
 UP = "model.layers.0.mlp.up_proj.weight"
 
 

@@ -20,15 +20,18 @@ from worker.kernels.silu_mul import silu_mul
 from worker.models.layers import HeadNorm, RMSNorm
 from worker.models.ops import Ops
 from worker.quant.weights import QuantWeight
+from worker.sampling import device_rows
 
 if TYPE_CHECKING:
     from worker.attention.base import AttentionBackend, BatchMeta
+    from worker.sampling.sampler import SamplingColumns
 
 
 class TritonOps(Ops):
     """Fused kernels, for CUDA devices and Triton's interpreter."""
 
     rows = TRITON_ROW_OPS
+    can_draw = True
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         return embedding(ids, table)
@@ -38,6 +41,9 @@ class TritonOps(Ops):
 
     def arg_max(self, logits: Tensor) -> Tensor:
         return argmax(logits)
+
+    def draw(self, logits: Tensor, width: int, columns: SamplingColumns) -> Tensor:
+        return device_rows.sample(logits, width, columns)
 
     def silu_mul(self, both: Tensor) -> Tensor:
         return silu_mul(both)

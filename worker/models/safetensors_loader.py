@@ -1,15 +1,12 @@
 """Fill a model from a folder of safetensors files.
 
-The header is read and checked here, before anything is mapped, because an offset past the end of a mapping is a signal
-that kills the process and not an exception. Each tensor is copied straight into its fused parameter (converted on the
-way), and its pages are then given back: peak memory is the model plus one tensor.
+The header is read and checked here, before anything else is. Each tensor is then read straight into its fused parameter
+(converted on the way, on the device if that is where the model is) by several threads: parallel_read.py.
 """
 from __future__ import annotations
 
 import json
-import mmap
 import os
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +14,7 @@ import torch
 from ipc.errors import ConfigError
 from worker.models.checkpoint import Found, Progress, check_tensors
 from worker.models.flat_model import FlatModel
+from worker.models.parallel_read import ParallelReader, Piece
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -153,7 +151,7 @@ def _read_shards(folder: str, index: str) -> dict[str, StoredTensor]:
 
 
 def load_safetensors(model: FlatModel, folder: str, progress: Progress) -> None:
-    """Copy every tensor into its slot, file by file in file order. Raises ConfigError before the first copy."""
+    """Read every tensor into its slot, in file order. Raises ConfigError before the first copy."""
     tensors = read_folder(folder)
     ignored = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
     # Old checkpoints carry the rotary frequencies; ours follow from the config.
@@ -165,30 +163,7 @@ def load_safetensors(model: FlatModel, folder: str, progress: Progress) -> None:
         if tensor.dtype not in LOADABLE:
             raise ConfigError(f"{tensor.file}: tensor {name}: expected dtype {', '.join(LOADABLE)}, "
                               f"found {tensor.dtype}")
-    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-    for name, source, nbytes in _stream(tensors):
-        slots[name].target.copy_(source)
-        done += nbytes
-        progress(done / total)
-
-
-def _stream(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """(name, tensor backed by the mapped file, bytes). The tensor is valid until the next one is asked for."""
-    files: dict[str, list[tuple[str, StoredTensor]]] = {}
-    for name, tensor in tensors.items():
-        files.setdefault(tensor.file, []).append((name, tensor))
-    for path, entries in files.items():
-        with open(path, "rb") as file:
-            # A private mapping: torch wants writable memory, and nothing written here would reach the file.
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        for name, tensor in sorted(entries, key=lambda item: item[1].offset):
-            dtype = LOADABLE[tensor.dtype]
-            buffer: Any = data
-            offset = tensor.offset
-            if offset % dtype.itemsize:
-                buffer, offset = bytearray(data[offset:offset + tensor.nbytes]), 0
-            count = tensor.nbytes // dtype.itemsize
-            stored = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(tensor.shape)
-            yield name, stored, tensor.nbytes
-            start = tensor.offset - tensor.offset % mmap.PAGESIZE
-            data.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.nbytes - start)
+    pieces = [Piece(tensor.file, tensor.offset, tensor.nbytes, LOADABLE[tensor.dtype], tensor.shape, slots[name].target)
+              for name, tensor in tensors.items()]
+    pieces.sort(key=lambda piece: (piece.file, piece.offset))
+    ParallelReader(model.embed_tokens.device).read(pieces, progress)
