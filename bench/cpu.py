@@ -1,6 +1,7 @@
 """The CPU worker without processes and wires: steps of the real model, each beside the limit of this machine.
 
     python launch.py bench cpu [--model NAME] [--quantization auto int8 none] [--threads T] [--growth] [--accuracy]
+                               [--kv]
 
 For every route: milliseconds of a decode step at 1, 8 and 32 rows and of a 256-token prefill, the share of the limit
 (decode: bytes of weights and of keys and values read, over the bandwidth of reads or of copies, whichever is higher;
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.cpu_kv import measure_kv, print_kv
 from bench.cpu_rows import Costs, Limits, Rig, measure_rows
 from ipc.model_source import ModelFiles, resolve_model
 from worker.attention.base import BatchMeta
@@ -99,7 +101,7 @@ class Bench:
         self.table = order.astype(np.int32).reshape(max_rows, self.width)
         for cache in self.pool.caches:
             for tensor in cache:
-                tensor.fill_(0.01)
+                tensor.fill_(1 if tensor.dtype == torch.int8 else 0.01)
 
     def step(self, rows: int, context: int, tokens: int = 1) -> Callable[[], object]:
         """A step of `rows` requests that each compute their last `tokens` of `context`, with logits for each."""
@@ -214,6 +216,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True, help="the torch model, too")
     parser.add_argument("--loads", action=argparse.BooleanOptionalAction, default=True, help="the five loads, too")
     parser.add_argument("--growth", action="store_true", help="step time against context and rows, first route")
+    parser.add_argument("--kv", action="store_true", help="pools of float32, bfloat16, int8 and fp8, first route")
     parser.add_argument("--accuracy", action="store_true", help="divergence from float32 over 2,000 tokens of text")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     args = parser.parse_args(argv)
@@ -264,6 +267,13 @@ def main(argv: list[str]) -> int:
             for kind, rows in entry["growth"].items():
                 shown = ", ".join(f"{x:.0f}: {ms} ms (model {line})" for x, ms, line in rows)
                 print(f"  {name} against {kind}: {shown}")
+    if args.kv:
+        name = args.quantization[0]
+        model, backend = models[name]
+        report["kv"] = measure_kv(
+            model, backend, lambda dtype, context: Bench(model, backend, dtype, 1, context), best_s,
+            text_tokens(files, 2000), 5 if args.quick else 15)
+        print_kv(name, report["kv"])
     report["ops_s"] = {str(kind): value for kind, value in limits["ops_s"].items()}
     if args.accuracy and flat is not None:
         tokens = text_tokens(files, 2000)

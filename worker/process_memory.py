@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 
 
 def release_memory() -> None:
@@ -15,3 +16,12 @@ def release_memory() -> None:
     except AttributeError:                      # another C library
         pass
     gc.freeze()
+
+
+def discard(address: int, num_bytes: int) -> None:
+    """Give back the whole pages of this range, whose contents nobody needs: they read as zeros afterwards, or as the
+    file that is mapped there. The allocation itself stays valid."""
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first and hasattr(mmap, "MADV_DONTNEED"):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)

@@ -16,7 +16,7 @@ from ipc.model_config import from_gguf  # noqa: E402
 from worker.attention.jit import JitBackend  # noqa: E402
 from worker.attention.reference import ReferenceBackend  # noqa: E402
 from worker.jit.model import JitModel  # noqa: E402
-from worker.linear.accuracy import Accuracy, compare  # noqa: E402
+from worker.linear.accuracy import Accuracy, Reader, compare  # noqa: E402
 from worker.linear.source import GGUFSource  # noqa: E402
 from worker.models.registry import get_model_class  # noqa: E402
 
@@ -54,6 +54,17 @@ def test_divergence_and_perplexity_are_those_of_the_formula() -> None:
         compare((even, backend), (odd, backend), [0])
 
 
+def written_text(model: JitModel, count: int) -> list[int]:
+    """Tokens that the demo model writes after a few words."""
+    reader, tokens = Reader(model, JitBackend(), 512), [504, 3575, 282, 260, 905]
+    generator = torch.Generator().manual_seed(0)
+    logits = reader.read(tokens)[-1]
+    while len(tokens) < count:
+        tokens.append(int(torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=generator)))
+        logits = reader.read(tokens[-1:])[-1]
+    return tokens
+
+
 @pytest.mark.skipif(not os.path.isfile(DEMO), reason="the demo model is not in the cache")
 @pytest.mark.parametrize("mode", ["keep", "int8"])
 def test_quantized_routes_of_the_demo_model_are_of_like_accuracy(mode: str) -> None:
@@ -62,12 +73,17 @@ def test_quantized_routes_of_the_demo_model_are_of_like_accuracy(mode: str) -> N
     config = from_gguf(read_gguf(DEMO))
     shape = get_model_class(config.architecture)(config, dtype=torch.float32, device="meta")
     exact, route = (JitModel(GGUFSource(shape, DEMO, m)) for m in ("none", mode))
-    from worker.linear.accuracy import Reader
-    reader, tokens = Reader(exact, JitBackend(), 512), [504, 3575, 282, 260, 905]
-    generator = torch.Generator().manual_seed(0)
-    logits = reader.read(tokens)[-1]
-    while len(tokens) < 400:
-        tokens.append(int(torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=generator)))
-        logits = reader.read(tokens[-1:])[-1]
-    accuracy = compare((exact, JitBackend()), (route, JitBackend()), tokens)
+    accuracy = compare((exact, JitBackend()), (route, JitBackend()), written_text(exact, 400))
     assert accuracy.mean_kl <= 0.01 and accuracy.perplexity_ratio <= 1.03 and accuracy.agreement >= 0.9, str(accuracy)
+
+
+@pytest.mark.skipif(not os.path.isfile(DEMO), reason="the demo model is not in the cache")
+@pytest.mark.parametrize("pool, limit", [(torch.int8, 0.005), (torch.float8_e4m3fn, 0.015)], ids=["int8", "fp8"])
+def test_quantised_keys_and_values_of_the_demo_model_are_of_like_accuracy(pool: torch.dtype, limit: float) -> None:
+    """The float32 route against itself over a float32 pool, on 250 tokens that it writes itself; the bounds are a few
+    times the full measurement (bench cpu --kv)."""
+    config = from_gguf(read_gguf(DEMO))
+    shape = get_model_class(config.architecture)(config, dtype=torch.float32, device="meta")
+    model, backend = JitModel(GGUFSource(shape, DEMO, "none")), JitBackend()
+    accuracy = compare((model, backend), (model, backend), written_text(model, 250), pool=pool)
+    assert 0 < accuracy.mean_kl < limit and accuracy.perplexity_ratio < 1.03, str(accuracy)

@@ -84,6 +84,22 @@ def test_blocks_of_a_file_are_kept_exactly_also_where_rows_are_permuted(tmp_path
         assert np.array_equal(packed.vector(name), plain.vector(name))
 
 
+def test_a_file_is_read_again_where_its_pages_were_given_back(tmp_path: Path) -> None:
+    """Tied heads and two models over one source read tensors twice."""
+    _, packed = sources(write_model(tmp_path / "m.gguf", MIXED), "keep")
+    for names in LINEARS:
+        assert np.array_equal(dequantized(packed.linear(names)), dequantized(packed.linear(names)))
+
+
+def test_a_consumed_model_gives_the_same_weights(tmp_path: Path) -> None:
+    files = write_model(tmp_path / "m.gguf", MIXED)
+    kept, consumed = (ModelSource(load_model(files, dtype="float32", device="cpu"), consume=way)
+                      for way in (False, True))
+    for names in LINEARS:
+        assert np.array_equal(dequantized(kept.linear(names)), dequantized(consumed.linear(names)))
+    assert np.array_equal(kept.vector("model.norm.weight"), consumed.vector("model.norm.weight"))
+
+
 def test_auto_keeps_the_kinds_of_the_file(tmp_path: Path) -> None:
     _, packed = sources(write_model(tmp_path / "m.gguf", MIXED), "keep")
     assert [packed.linear(names).name for names in LINEARS] == [

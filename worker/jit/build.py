@@ -111,7 +111,8 @@ def build(config: WorkerProcess, choice: Choice, progress: Callable[[float], Non
                             choice.mode)
     else:
         source = ModelSource(load_model(section.files, dtype=choice.weight_dtype, device="cpu", seed=section.seed,
-                                        progress=lambda fraction: progress(0.7 * fraction)), choice.mode)
+                                        progress=lambda fraction: progress(0.7 * fraction)), choice.mode,
+                             consume=True)
     model = JitModel(source, max_tokens=config.max_num_batched_tokens, team=team)
     return Compiled(model, JitBackend(team), describe(model.linears))
 

@@ -68,6 +68,9 @@ class JitModel:
             raise ConfigError(f"the compiled kernels cannot run this model: {reason}; use --attention-backend cpu")
         self.config, self.team = config, team or get_team()
         self._choice, self._head_choice = ThreadChoice(), ThreadChoice()
+        # The largest first: packing needs a copy of what is packed, and nothing else is there yet.
+        self.embedding = source.linear(["model.embed_tokens.weight"])
+        self.head = self.embedding if config.tie_word_embeddings else source.linear(["lm_head.weight"])
         self.layers: list[dict[str, PackedLinear]] = []
         self.norms: list[tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32] | None]] = []
         for index in range(config.num_hidden_layers):
@@ -82,8 +85,6 @@ class JitModel:
             self.norms.append((source.vector(prefix + "input_layernorm.weight"),
                                source.vector(prefix + "post_attention_layernorm.weight"), head_norm))
         self.last_norm = source.vector("model.norm.weight")
-        self.embedding = source.linear(["model.embed_tokens.weight"])
-        self.head = self.embedding if config.tie_word_embeddings else source.linear(["lm_head.weight"])
         self.workspace = AttentionWorkspace(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                             self.team.num_threads)
         self._head_step = pg.new_step()

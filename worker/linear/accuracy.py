@@ -67,17 +67,18 @@ class Reader:
 
 
 def compare(reference: tuple[Any, AttentionBackend], candidate: tuple[Any, AttentionBackend], tokens: Sequence[int], *,
-            chunk: int = 128, window: int = 512) -> Accuracy:
-    """Both given as (model, backend). The text is read in windows that start afresh, `chunk` tokens a step."""
+            chunk: int = 128, window: int = 512, pool: torch.dtype = torch.float32) -> Accuracy:
+    """Both given as (model, backend); pool: dtype of the candidate's keys and values. The text is read in windows that
+    start afresh, `chunk` tokens a step."""
     kl = log_reference = log_candidate = 0.0
     same = count = 0
     for begin in range(0, len(tokens) - 1, window):
         part = tokens[begin:begin + window + 1]
-        readers = [Reader(model, backend, window) for model, backend in (reference, candidate)]
+        readers = [Reader(*reference, window), Reader(*candidate, window, pool)]
         for at in range(0, len(part) - 1, chunk):
             inputs = part[at:min(at + chunk, len(part) - 1)]
             targets = torch.tensor(part[at + 1:at + 1 + len(inputs)])[:, None]
-            p, q = (torch.log_softmax(reader.read(inputs), -1) for reader in readers)
+            p, q = (torch.log_softmax(reader.read(inputs), -1) for reader in readers)     # new tensors: one model
             kl += float((p.exp() * (p - q)).sum(dtype=torch.float64))
             log_reference -= float(p.gather(1, targets).sum(dtype=torch.float64))
             log_candidate -= float(q.gather(1, targets).sum(dtype=torch.float64))

@@ -27,6 +27,7 @@ from worker.linear.route import PackedLinear
 from worker.models.checkpoint import Found, Slot, check_tensors
 from worker.models.flat_model import FlatModel
 from worker.models.gguf_loader import gguf_name
+from worker.process_memory import discard
 from worker.quant.gguf_blocks import FORMATS, dequantize
 
 MODES = ("none", "int8", "int4", "keep")
@@ -61,12 +62,16 @@ def _bias(name: str) -> str:
 
 
 class ModelSource:
-    """The parameters of a FlatModel, which must stay loaded until the last call."""
+    """The parameters of a FlatModel, which must stay loaded until the last call.
 
-    def __init__(self, model: FlatModel, mode: str = "none") -> None:
+    consume: a weight's memory is given back as soon as it is packed, so that no more than one layer is held twice; the
+    model is then of no further use.
+    """
+
+    def __init__(self, model: FlatModel, mode: str = "none", *, consume: bool = False) -> None:
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not known; known: {', '.join(MODES)}")
-        self.config, self.mode = model.config, mode
+        self.config, self.mode, self._consume = model.config, mode, consume
         self._slots = model.checkpoint_slots()
         if model.config.tie_word_embeddings:
             self._slots["lm_head.weight"] = self._slots["model.embed_tokens.weight"]
@@ -76,10 +81,18 @@ class ModelSource:
             else self._slots[names[0]].target
         biases = [self.vector(_bias(name)) for name in names if _bias(name) in self._slots]
         bias = np.concatenate(biases) if biases else None
+        packed = PackedLinear([self._pack(weight, names[0])], bias)
+        if self._consume:
+            for name in names:
+                target = self._slots[name].target
+                discard(target.data_ptr(), target.numel() * target.element_size())
+        return packed
+
+    def _pack(self, weight: torch.Tensor, name: str) -> PackedWeight:
         if self.mode in ("none", "keep") and weight.dtype == torch.bfloat16:
             bits = weight.contiguous().view(torch.int16).numpy().view(np.uint16)
-            return PackedLinear([pack_bfloat16(bits)], bias)
-        return PackedLinear([pack_floats(weight.float().numpy(), self.mode, names[0])], bias)
+            return pack_bfloat16(bits)
+        return pack_floats(weight.float().numpy(), self.mode, name)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         slot: Slot = self._slots[name]
@@ -126,6 +139,8 @@ class GGUFSource:
                 end += 1
             weights.append(self._pack(tensors[at:end], names[at]))
             at = end
+        for tensor in tensors:
+            self._forget(tensor)
         return PackedLinear(weights, bias)
 
     def _pack(self, tensors: Sequence[GGUFTensor], name: str) -> PackedWeight:
@@ -137,6 +152,12 @@ class GGUFSource:
             rows = np.concatenate([self._rows(tensor) for tensor in tensors])
             return pack_bfloat16(rows.view("<u2").reshape(-1, num_k))
         return pack_floats(np.concatenate([self._floats(tensor) for tensor in tensors]), mode, name)
+
+    def _forget(self, tensor: GGUFTensor) -> None:
+        """Its pages of the mapping no longer count as this process's memory; read again, they come back."""
+        start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.nbytes - start)
 
     def _rows(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
         """The bytes of each row, in the checkpoint's order (see gguf_loader: rotated heads are stored permuted)."""

@@ -1,0 +1,36 @@
+"""Memory that goes back to the system."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from worker.process_memory import discard, release_memory
+
+
+def resident() -> int:
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("no /proc here")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_discarded_pages_are_given_back_and_what_lies_beside_them_stays() -> None:
+    array = np.full(64 << 20, 7, np.uint8)
+    before = resident()
+    discard(array.ctypes.data + 100, array.size - 5000)
+    assert before - resident() > 60 << 20
+    assert array[:100].tolist() == [7] * 100 and array[-4900:].tolist() == [7] * 4900
+    assert array[1 << 20] == 0
+    discard(array.ctypes.data + 1, 10)          # less than a page: nothing happens
+    assert array[5] == 7
+
+
+def test_released_memory_of_a_cycle_goes_back() -> None:
+    array = np.full(64 << 20, 7, np.uint8)
+    cycle: list[object] = [array]
+    cycle.append(cycle)
+    before = resident()
+    del array, cycle
+    release_memory()
+    assert before - resident() > 60 << 20
