@@ -238,8 +238,7 @@ def main() -> None:
     except ConfigError as error:
         life.fail(str(error))
     except MemoryError as error:
-        life.fail(f"worker: out of memory: {error}; lower --kv-cache-memory or use a smaller model",
-                  traceback.format_exc())
+        life.fail(f"worker: out of memory: {error}; lower --kv-cache-memory or use a smaller model")
     except Exception as error:
         life.fail(f"worker: {type(error).__name__}: {error}", traceback.format_exc())
 
