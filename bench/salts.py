@@ -1,8 +1,8 @@
 """`python launch.py bench salts`: can a client tell by timing what another client has sent?
 
 A victim sends prompts under one salt, as each API key has. A guesser with another salt times the first token of those
-same prompts and of fresh ones, on an idle engine, in random order. The area under the ROC curve of the guess "fast means
-seen before" must be that of a coin; with the victim's own salt it shows that a hit can be seen at all.
+same prompts and of fresh ones, on an idle engine, in random order. The area under the ROC curve of the guess "fast
+means seen before" must be that of a coin; with the victim's own salt it shows that a hit can be seen at all.
 """
 
 from __future__ import annotations

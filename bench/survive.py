@@ -1,10 +1,10 @@
 """`python launch.py bench survive`: kill or stop processes under 32 streams and check every token.
 
-A tiny model on the reference backend serves 32 endless-looking streams, greedy and seeded; at random moments the core or
-the worker is killed (SIGKILL) or stopped (SIGSTOP). Measured per fault: when `/ready` turned to no, when the next token
-arrived, and how many tokens were computed again. Every stream must equal the same request undisturbed. An engine takes
-four faults, then a new one is started, for the supervisor allows five restarts a minute. `--host N` kills the process
-that embeds the engine, or its supervisor, in every phase of its life, and looks for what is left after two seconds.
+A tiny model with `--batch-invariant` serves 32 streams, greedy and seeded; at random moments the core or the worker is
+killed (SIGKILL) or stopped (SIGSTOP). Measured per fault: when `/ready` turned to no, when the next token arrived, and
+how many tokens were computed again. Every stream must equal the same request undisturbed. An engine takes four faults,
+then a new one is started, for the supervisor allows five restarts a minute. `--host N` kills the process that embeds
+the engine, or its supervisor, in every phase of its life, and looks for what is left after two seconds.
 """
 
 from __future__ import annotations
@@ -122,9 +122,10 @@ async def faults(model: str, index: int, number: signal.Signals, count: int, rng
             wrong += streams.wrong
             num_ended += streams.num_ended
     noticed, serving = [r["noticed_s"] for r in results], [r["serving_s"] for r in results]
-    return {"faults": count, "noticed_max_s": round(max(noticed), 2), "serving_p50_s": round(percentile(serving, 50), 2),
-            "serving_max_s": round(max(serving), 2), "streams_ended": num_ended, "wrong": wrong,
-            "replayed_tokens": num_replayed, "computed_again": num_replayed - num_kept}
+    return {"faults": count, "noticed_max_s": round(max(noticed), 2),
+            "serving_p50_s": round(percentile(serving, 50), 2), "serving_max_s": round(max(serving), 2),
+            "streams_ended": num_ended, "wrong": wrong, "replayed_tokens": num_replayed,
+            "computed_again": num_replayed - num_kept}
 
 
 async def run(args: argparse.Namespace, folder: str) -> int:

@@ -22,10 +22,10 @@ from engine_core.snapshot import Origin
 from ipc.config import CoreProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import (EMPTY, HELLO, Command, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput, PeerDown, PeerUp,
-                          Phase, Profiled, Shutdown, StepFailed, WorkerReady)
+from ipc.messages import (EMPTY, HELLO, SERVING, Command, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput,
+                          PeerDown, PeerUp, Phase, Profiled, Shutdown, StepFailed, WorkerReady)
 from ipc.process import configure_logging
-from ipc.progress import Progress
+from ipc.progress import PLANS, Progress
 from ipc.sockets import Link, Router
 
 logger = logging.getLogger("engine_core")
@@ -108,11 +108,13 @@ def await_workers(links: Links, waiting_frontends: set[int]) -> WorkerReady:
     return ready[0] or WorkerReady(0, 0, 0, 0, [], "", "stopping")
 
 
-def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, progress: Progress) -> None:
-    """Serve until Shutdown."""
+def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, progress: Progress,
+        plans: Progress) -> None:
+    """Serve until Shutdown. `plans` says since when the worker owes an answer: one that is stopped cannot say so."""
     clock = time.monotonic_ns
     last_beat = clock()
     relay = ProfileRelay()
+    steps = core.step, core.committed_step
     has_worker = True                           # false between a worker's end and its successor's WorkerReady
     while not links.is_stopping:
         progress.working()
@@ -146,6 +148,8 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
             elif isinstance(message, WorkerReady):
                 check_successor(core, message)
                 has_worker = True
+                for number in links.frontends.numbers.values():
+                    links.frontends.send(number, Phase("engine_core", SERVING, 1.0))
             elif isinstance(message, Profiled) and (told := relay.answer(message)) is not None:
                 links.frontends.send(*told)
             elif isinstance(message, Phase):
@@ -164,6 +168,11 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
                 break
             recorder.note_plan(links.send_plan(plan))
             core.plan_sent(clock(), planned_ns)
+        if not has_worker or not core.scheduler.rows.in_flight:
+            plans.waiting()
+        elif steps != (core.step, core.committed_step):
+            plans.working()
+        steps = core.step, core.committed_step
         now = clock()
         for number, outputs in core.take_outputs(now):
             if links.frontends.send(number, outputs):
@@ -228,7 +237,8 @@ def serve(config: CoreProcess, life: ChildLife) -> None:
         core.on_dump = lambda: recorder.dump(recording_path(config))
         gc.freeze()
         try:
-            run(core, links, ready, recorder, Progress(config.run_dir, "engine_core-0"))
+            run(core, links, ready, recorder, Progress(config.run_dir, "engine_core-0"),
+                Progress(config.run_dir, PLANS))
         except Exception as error:
             error.add_note(f"flight recording: {recorder.dump(recording_path(config))}; see launch.py replay")
             raise

@@ -40,12 +40,14 @@ from ipc.config import EngineConfig, ModelSection, Peer
 from ipc.engine_process import EngineProcess
 from ipc.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
 from ipc.messages import AddRequest, EngineReady, EngineUp, PeerDown, PeerUp, Phase
+from ipc.progress import EngineProgress
 from ipc.sampling_params import SamplingParams, check_priority
 
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT_CHARS = 8192                        # above this, tokenizing moves to a thread
 WATCH_INTERVAL_S = 0.1
+EARLY_S = 1.0                                   # before the supervisor ends a silent process, /ready says no
 FILE_INTERVAL_S = 0.5
 ATTACHED_NUMBERS = 1 << 22                      # frontend numbers from here on belong to programs that attach
 
@@ -78,6 +80,7 @@ class AsyncLLM:
         self.operator_trace: dict[str, Any] | None = None              # what stop_profile read last
         self.pids: list[int] = []               # of the engine's processes, the supervisor first
         self.run_dir = ""                       # where others may attach, see attach_to
+        self._progress: EngineProgress | None = None
 
     # ------------------------------------------------------------ life
 
@@ -93,7 +96,8 @@ class AsyncLLM:
             try:
                 self._process = EngineProcess()
                 up = await self._start_process(self._process, self._config)
-                self.pids, self.run_dir = up.pids, up.run_dir
+                self.pids = up.pids
+                self.watch_progress(up.run_dir)
                 await self._connect(Peer(up.core_address, up.core_epoch), 0, self._config.model, await loading)
             finally:
                 loading.cancel()
@@ -130,7 +134,7 @@ class AsyncLLM:
         engine = read_engine_file(run_dir)
         number = ATTACHED_NUMBERS + secrets.randbelow(ATTACHED_NUMBERS)
         llm = await cls.attach(engine.core, number, engine.model, engine.served_model_name)
-        llm.run_dir = run_dir
+        llm.watch_progress(run_dir)
         llm._watch = asyncio.create_task(llm._watch_file(run_dir))
         return llm
 
@@ -185,9 +189,16 @@ class AsyncLLM:
                 await asyncio.to_thread(process.stop)   # a killed supervisor could not tidy up
                 return
 
+    def watch_progress(self, run_dir: str) -> None:
+        """From now on `status` also sees whether core and worker get on: their files are in this folder."""
+        self.run_dir = run_dir
+        self._progress = EngineProgress(run_dir)
+
     def on_peer(self, news: PeerDown | PeerUp) -> None:
-        """The supervisor says that a process of the engine ended or was replaced. Only the core concerns a frontend."""
-        if self._client is not None and news.role == "engine_core":
+        """The supervisor says that a process of the engine ended or was replaced."""
+        if self._client is not None and news.role == "worker" and isinstance(news, PeerDown):
+            self._client.worker_down(news.reason)
+        elif self._client is not None and news.role == "engine_core":
             if isinstance(news, PeerUp):
                 self._client.core_up(news.peer)
             else:
@@ -209,6 +220,9 @@ class AsyncLLM:
         if self._client is not None:
             self._client.close()
             self._client = None
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         if self._process is not None:
             process, self._process = self._process, None
             try:
@@ -390,7 +404,8 @@ class AsyncLLM:
         return self.max_model_len - prompt_len
 
     def status(self) -> dict[str, Any]:
-        """ready, dead, phase and reason, without asking anybody."""
+        """ready, dead, phase and reason, without asking anybody. `restarting`: it was ready and will be again; requests
+        wait meanwhile."""
         client = self._client
         if client is None or client.dead is not None:
             reason = str(client.dead) if client is not None else "not running"
@@ -398,7 +413,12 @@ class AsyncLLM:
         if client.ready is None:
             phase = client.phase
             return {"ready": False, "dead": False, "phase": phase.name if phase else "starting",
-                    "reason": f"{phase.name}: {phase.fraction:.0%}" if phase else "the engine core is starting"}
+                    "reason": f"{phase.name}: {phase.fraction:.0%}" if phase else "the engine core is starting",
+                    "restarting": client.is_restarting}
+        silent = self._progress.silent(EARLY_S) if self._progress is not None else ""
+        if client.lost_worker or silent:
+            return {"ready": False, "dead": False, "phase": "restarting a process" if client.lost_worker else "silent",
+                    "reason": client.lost_worker or silent, "restarting": True}
         return {"ready": True, "dead": False, "phase": "serving", "reason": "", "num_running": client.num_running,
                 "num_waiting": client.num_waiting, "num_free_blocks": client.num_free_blocks}
 

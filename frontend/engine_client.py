@@ -22,8 +22,8 @@ from frontend.timeline import Timeline
 from ipc.codec import Header
 from ipc.config import Peer
 from ipc.errors import EngineDeadError, RequestFailedError
-from ipc.messages import (FINISH_STOP, Abort, AddRequest, Command, CommandReply, EngineReady, Finished, HelloAck,
-                          Outputs, Phase)
+from ipc.messages import (FINISH_STOP, SERVING, Abort, AddRequest, Command, CommandReply, EngineReady, Finished,
+                          HelloAck, Outputs, Phase)
 from ipc.sockets import AsyncLink
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class EngineClient:
         self.timeline = Timeline()
         self.totals = StepTotals(self.timeline)
         self._unwritten: tuple[Outputs, int, int] | None = None     # news whose tasks have not run: received, handled
+        self.is_restarting = False              # the core is being replaced; it was ready before
+        self.lost_worker = ""                   # why the worker ended, until its successor is there
         self.num_restarts = 0                   # of the core, survived
         self._link = self._connect(core)
 
@@ -69,11 +71,16 @@ class EngineClient:
         if self.dead is not None:
             return
         self.ready = None
+        self.is_restarting = True
         self._became_ready.clear()
         self.phase = Phase("engine_core", f"restarting after: {reason}", 0.0)
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(EngineDeadError(f"{reason}; the engine is restarting, call again"))
+
+    def worker_down(self, reason: str) -> None:
+        """The worker has ended and another one will come: the core recomputes everyone then."""
+        self.lost_worker = reason
 
     def core_up(self, core: Peer) -> None:
         """Connect to the new core. When it is ready, every live request is added again as prompt + tokens received."""
@@ -176,10 +183,13 @@ class EngineClient:
                 self._unwritten = message, received_ns, handled_ns
         elif isinstance(message, EngineReady):
             self.ready = message
+            self.is_restarting, self.lost_worker = False, ""
             self._replay()
             self._became_ready.set()
         elif isinstance(message, Phase):
             self.phase = message
+            if message.name == SERVING:
+                self.lost_worker = ""
         elif isinstance(message, CommandReply):
             future = self._replies.get(message.call_id)
             if future is not None and not future.done():

@@ -65,6 +65,7 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     loop.add_signal_handler(signal.SIGTERM, on_signal)
     beat()
     llm = await AsyncLLM.attach(config.core, config.number, config.model, config.frontend.served_model_name, wait=False)
+    llm.watch_progress(config.run_dir)
     for news in peers:
         llm.on_peer(news)
     section = config.frontend

@@ -46,6 +46,9 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     detail: str = ""                            # one line for the screen
 
 
+SERVING = "serving"                             # phase of a core that has its worker back
+
+
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Child -> supervisor, once: it serves. The text is printed."""
     detail: str

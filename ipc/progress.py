@@ -15,6 +15,8 @@ import struct
 import time
 
 _FORMAT = struct.Struct("<QQ")
+PLANS = "plans-0"                               # written by the core for the worker: it owes an answer to a plan
+STILL_S = 0.4
 MIN_SILENCE_S = 5.0                             # nobody is called hung before this
 SAFETY = 10                                     # times the predicted duration of what it does
 
@@ -39,15 +41,25 @@ class Progress:
 
 
 class ProgressReader:
-    """The supervisor's side of one process."""
+    """The side that watches one process."""
 
     def __init__(self, run_dir: str, name: str) -> None:
         self._map = _open(run_dir, name, create=True)
 
-    def overdue_s(self) -> float:
-        """Seconds since its deadline passed; 0 while all is well."""
+    @property
+    def counter(self) -> int:
+        """Changes whenever the process did something."""
+        return int(_FORMAT.unpack_from(self._map, 0)[0])
+
+    @property
+    def is_waiting(self) -> bool:
+        """It says that it waits for messages."""
+        return not _FORMAT.unpack_from(self._map, 0)[1]
+
+    def overdue_s(self, early_s: float = 0.0) -> float:
+        """Seconds since its deadline passed, or since `early_s` before that; 0 while all is well."""
         _, deadline = _FORMAT.unpack_from(self._map, 0)
-        return max(0.0, (time.monotonic_ns() - deadline) / 1e9) if deadline else 0.0
+        return max(0.0, (time.monotonic_ns() - deadline) / 1e9 + early_s) if deadline else 0.0
 
     def clear(self) -> None:
         """A new process takes the name: nothing is expected of it yet."""
@@ -55,6 +67,35 @@ class ProgressReader:
 
     def close(self) -> None:
         self._map.close()
+
+
+class EngineProgress:
+    """Core and worker together: which of them is silent for longer than it may be."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.core, self.worker, self.plans = (ProgressReader(run_dir, name)
+                                              for name in ("engine_core-0", "worker-0", PLANS))
+        self._still = (-1, 0.0)                 # the worker's counter, and since when it is that
+
+    def worker_overdue_s(self, early_s: float = 0.0) -> float:
+        """A worker that says it waits, while the core has long waited for its answer, may have been stopped in its
+        wait. It counts when it stays so for a moment: the answer to a slow step may just be on its way."""
+        if not self.worker.is_waiting:
+            return self.worker.overdue_s(early_s)
+        overdue_s, counter, now = self.plans.overdue_s(early_s), self.worker.counter, time.monotonic()
+        if counter != self._still[0] or not overdue_s:
+            self._still = counter, now
+        return overdue_s if now - self._still[1] >= STILL_S else 0.0
+
+    def silent(self, early_s: float) -> str:
+        """What to say of the one that is late, or will be in `early_s`; "": nobody is."""
+        if self.core.overdue_s(early_s) > 0:
+            return "the engine core makes no progress"
+        return "the worker makes no progress" if self.worker_overdue_s(early_s) > 0 else ""
+
+    def close(self) -> None:
+        for reader in (self.core, self.worker, self.plans):
+            reader.close()
 
 
 def _open(run_dir: str, name: str, create: bool) -> mmap.mmap:

@@ -32,7 +32,7 @@ from ipc.errors import ConfigError, WireError
 from ipc.lifeline import Lifeline
 from ipc.messages import (ConfigCore, ConfigFrontend, ConfigWorker, EngineUp, Failure, PeerDown, PeerUp, Phase, Ready,
                           Shutdown, Start)
-from ipc.progress import ProgressReader
+from ipc.progress import EngineProgress, ProgressReader
 from ipc.run_dir import RunDir
 from ipc.system import SignalPipe, bind_listeners, open_pidfd, usable_cores
 
@@ -73,6 +73,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._progress = {child: ProgressReader(self.run_dir.path, f"{child.role}-{child.rank}")
                           for child in self.children}
+        self._engine_progress = EngineProgress(self.run_dir.path)
 
     def run(self) -> int:
         """Serve until a signal, the owner's end or a fault. Returns the exit status; nothing is left when it does."""
@@ -103,6 +104,7 @@ class Supervisor:
 
     def _spawn(self, child: Child) -> None:
         self._progress[child].clear()
+        self._engine_progress.plans.clear()
         is_worker = child.role == "worker"
         fds = (self.listeners[child.rank].fileno(),) if child.role == "frontend" else ()
         lifeline = child.spawn(self.num_threads if is_worker else 1, fds)
@@ -228,7 +230,9 @@ class Supervisor:
     def _find_hung(self) -> None:
         """A ready process that has not moved for longer than it may is ended; `_judge` does the rest."""
         for child in self.children:
-            overdue = self._progress[child].overdue_s() if child.is_ready and child.failure is None else 0.0
+            watched = self._engine_progress.worker_overdue_s if child.role == "worker" else \
+                self._progress[child].overdue_s
+            overdue = watched() if child.is_ready and child.failure is None else 0.0
             if overdue > 0 and not child.has_ended():
                 child.failure = Failure(f"{child.name} (pid {child.pid}) hangs: it is {overdue:.1f} s over the time in "
                                         "which it had to make progress")
@@ -287,6 +291,7 @@ class Supervisor:
         for child in self.children:
             child.close()
             self._progress[child].close()
+        self._engine_progress.close()
         self._selector.close()
         for listener in self.listeners:
             listener.close()

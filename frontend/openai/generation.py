@@ -47,9 +47,10 @@ def make_head(prefix: str, created: int, engine: EngineLike) -> AnswerHead:
 
 
 def check_engine(engine: EngineLike) -> None:
-    """Raises EngineDeadError or NotReadyError with the reason the engine gives."""
+    """Raises EngineDeadError or NotReadyError with the reason the engine gives. While a process is replaced, requests
+    wait for it."""
     status = engine.status()
-    if status.get("ready"):
+    if status.get("ready") or status.get("restarting"):
         return
     reason = status.get("reason") or status.get("phase") or "no reason given"
     if status.get("dead"):

@@ -102,6 +102,30 @@ def test_a_server_goes_on_when_its_processes_are_killed_one_after_the_other(tiny
         server.kill()
 
 
+@pytest.mark.parametrize("index", [1, 2])
+def test_a_process_that_is_stopped_while_idle_is_noticed_and_replaced(index: int, tiny_model: str, temp: str) -> None:
+    """A worker stopped in its wait for a plan cannot say that it is late: the core does."""
+    async def run() -> None:
+        async with AsyncLLM(tiny_model, **{**OPTIONS, "attention_backend": "reference"}) as llm:
+            prompt, params = REQUESTS[0]
+            whole = await collect(llm, prompt, params, asyncio.Event())
+            pid = llm.pids[index]
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.1)
+            stream = asyncio.create_task(collect(llm, prompt, params, asyncio.Event()))
+            reasons = set()
+            while llm.pids[index] == pid:
+                reasons.add(llm.status()["reason"])
+                await asyncio.sleep(0.05)
+            assert {"the engine core makes no progress", "the worker makes no progress"} & reasons
+            assert await asyncio.wait_for(stream, HARD_TIMEOUT_S) == whole
+            while not llm.status()["ready"]:
+                await asyncio.sleep(0.01)
+            await wait_idle(llm)
+    asyncio.run(asyncio.wait_for(run(), 80))
+    assert_nothing_left(temp)
+
+
 def test_a_process_that_ends_again_and_again_ends_the_engine(tiny_model: str, temp: str) -> None:
     """Five restarts a minute; the sixth death is the last. The core's restart is the quickest."""
     async def run() -> None:
