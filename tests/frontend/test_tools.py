@@ -36,6 +36,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut', "", [("f", '{"a": "cut')]),
     ("hermes", '<tool_call>{"name": "f', '<tool_call>{"name": "f', []),
     ("hermes", '<tool_call>{"name" 1}</tool_call>!', '<tool_call>{"name" 1}</tool_call>!', []),
+    ("hermes", '<tool_call>get(__import__("os").getcwd())</tool_call>',
+     '<tool_call>get(__import__("os").getcwd())</tool_call>', []),
     ("hermes", "blanks stay  \n", "blanks stay  \n", []),
     ("hermes", "", "", []),
     ("hermes", " \n ", " \n ", []),
