@@ -150,6 +150,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                is_secret=True),
         Option("--admin-api-key", "frontend.admin_api_keys", str, "a key for the control routes, which are off without "
                "one; repeatable", is_list=True, is_secret=True),
+        Option("--share-prefix-cache", "frontend.share_prefix_cache", bool,
+               "let clients with different keys reuse each other's prefixes; hits show by their timing"),
         Option("--api-servers", "frontend.api_servers", int, "processes that serve the port, all on one engine core",
                aliases=("--api-server-count",)),
         Option("--max-connections", "frontend.max_connections", parse_count,

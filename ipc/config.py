@@ -122,6 +122,7 @@ class FrontendSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_connections: int = 4096                 # open at once per process; idle ones make room for new ones, else 503
     api_keys: tuple[str, ...] = ()              # none: whoever reaches the port may use it
     admin_api_keys: tuple[str, ...] = ()        # none: there are no control routes
+    share_prefix_cache: bool = False            # between clients with different keys, who can then time each other
     allowed_origins: tuple[str, ...] = ()       # of web pages elsewhere that may call this server; "*": all
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)

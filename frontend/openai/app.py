@@ -132,7 +132,7 @@ def build_app(engine: EngineLike, *, version: str = "0.1.0", limits: Limits | No
     """The application for one engine, which may still be starting. `section`: who may call it; `peers`: the other
     processes that serve the same port."""
     section = section or FrontendSection()
-    keys = Keys(section.api_keys, section.admin_api_keys)
+    keys = Keys(section.api_keys, section.admin_api_keys, section.share_prefix_cache)
     counters = Counters()
     rows = [*api_rows(version, counters, peers), *extra_rows]
     rows.append(Row(("GET",), "/openapi.json", openapi_handler(rows, version), "this API, described"))

@@ -33,7 +33,8 @@ def _caller(key: bytes) -> str:
 class Keys:
     """The configured keys. An admin key opens everything."""
 
-    def __init__(self, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> None:
+    def __init__(self, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = (), share_cache: bool = False) -> None:
+        self._share_cache = share_cache
         self._is_open = not api_keys
         self._has_admin = bool(admin_keys)
         self._callers = {_digest(key.encode()): _caller(key.encode()) for key in (*api_keys, *admin_keys)}
@@ -55,6 +56,7 @@ class Keys:
             kind = "admin key" if access is Access.ADMIN else "API key"
             raise UnauthorizedError(f"the key that was sent is no {kind} of this server")
         exchange.caller = self._callers[matches[0]]
+        exchange.cache_owner = "" if self._share_cache else exchange.caller
 
 
 def _given_key(exchange: Exchange) -> bytes | None:

@@ -48,6 +48,7 @@ class Exchange:
         self.request_id = secrets.token_hex(16)
         self.dialect: Dialect = OPENAI                  # how errors are written
         self.caller = ""                                # stands for the caller's API key; "": no keys are configured
+        self.cache_owner = ""                           # whose prefixes may be reused; "": everybody's
         self.headers: list[tuple[bytes, bytes]] = []    # of the answer, whatever it will be
         self.returns_timings = False                    # the answer says where its time went
         self.is_stream = False                          # the caller asked for events
@@ -106,7 +107,7 @@ class Exchange:
         """What keys the prefix cache of this request: callers with different keys, or who ask for different salts,
         never share blocks. A caller cannot name another one's. Raises RequestError."""
         salt = "" if asked is None else checked_cache_salt(asked)
-        return f"{self.caller}/{salt}" if self.caller or salt else ""
+        return f"{self.cache_owner}/{salt}" if self.cache_owner or salt else ""
 
     def query(self) -> dict[str, str]:
         """The parameters behind the question mark; of a repeated one the last."""

@@ -6,6 +6,7 @@ import hmac
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from frontend.openai import auth
@@ -118,6 +119,14 @@ def test_callers_with_different_keys_never_share_the_cache() -> None:
              salt("bob-key-22", cache_salt="x"), salt("alice-key-1", cache_salt=salt("bob-key-22"))]
     assert len(set(salts)) == 5 and salt("alice-key-1") == salts[0]
     assert not any("key" in one for one in salts)
+
+
+def test_the_cache_is_shared_between_keys_when_asked() -> None:
+    llm = FakeLLM()
+    app = build_app(llm, section=msgspec.structs.replace(KEYS, share_prefix_cache=True))
+    for key, fields in (("alice-key-1", {}), ("bob-key-22", {}), ("bob-key-22", {"cache_salt": "x"})):
+        asyncio.run(post(app, "/v1/chat/completions", {**CHAT, **fields}, authorization=f"Bearer {key}"))
+    assert [one["cache_salt"] for one in llm.calls] == ["", "", "/x"]
 
 
 def test_without_keys_a_cache_salt_is_what_the_request_says() -> None:
