@@ -204,9 +204,10 @@ def test_a_failed_step_changes_nothing_and_repeats_no_position():
         assert collect(engine, request_id) == alone()[request_id]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_mixes_with_recycled_rows_equal_solo_runs(seed):
-    """Requests of all kinds come while others run and leave; every row changes owner many times."""
+def run_random_mix(seed: int) -> int:
+    """Requests of all kinds come while others run and leave; every row changes owner many times. Each gets what it
+    gets alone. The number of batches with more than one row."""
+    num_mixed = 0
     draw = np.random.default_rng(seed)
     engine = ExtrasEngine(num_blocks=int(draw.integers(12, 40)), num_host_blocks=20, max_num_seqs=4,
                           preemption_mode=str(draw.choice(["recompute", "swap"])), async_scheduling=bool(seed % 2),
@@ -222,9 +223,25 @@ def test_random_mixes_with_recycled_rows_equal_solo_runs(seed):
         while engine.core.can_plan() and (plan := engine.core.plan()) is not None:
             engine.core.plan_sent(0)
             engine.in_flight.append(plan)
+            num_mixed += plan.num_rows > 1
         if engine.in_flight:
             engine.finish_step()
     engine.take()
     for request_id, kind in kinds.items():
         assert collect(engine, request_id) == alone()[kind], list(FEATURES)[kind - 1]
     engine.assert_idle()
+    return num_mixed
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_mixes_with_recycled_rows_equal_solo_runs(seed):
+    assert run_random_mix(seed) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_mixed_batches_equal_solo_runs():
+    num_mixed, seed = 0, 100
+    while num_mixed < 10_000:
+        num_mixed += run_random_mix(seed)
+        seed += 1
