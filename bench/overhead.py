@@ -3,10 +3,11 @@
 Core, worker and AsyncLLM run in one loop over a real socket, so that one CPU clock sees all of them. --concurrency
 requests decode; every --block-steps steps the records change between on and off, in the order on, off, off, on, so that
 slow drifts cancel. Off: no clock is read for them, no stamps travel, the frontend keeps no row. A block's figure is the
-median CPU time of its steps without the forward pass, which no record touches and whose noise would hide them; the
-result is the mean difference over pairs of blocks with its 95 % interval (bootstrap), and its share of a whole step's
-CPU time, forward pass included. What each
-token adds, one append of the time it came, is in both kinds of block and measured alone. One JSON object last.
+CPU time that its fastest fifth of steps stays below, without the forward pass: every step has its record, neighbours on
+the machine leave few alone, and the forward pass, which no record touches, would hide them. The result is the mean
+difference over pairs of blocks with its 95 % interval (bootstrap), and its share of a whole step's CPU time, forward
+pass included. What each token adds, one append of the time it came, is in both kinds of block and measured alone. One
+JSON object last. record_alone_us is the work of one record in a loop of its own.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from typing import Any
 import numpy as np
 
 from bench.seed_workload import SEED_MODEL_CONFIG
-from bench.stats import median, print_json
+from bench.stats import median, percentile, print_json
 from engine_core.core import EngineCore
+from engine_core.outbox import Outbox
 from frontend import AsyncLLM, SamplingParams
+from frontend.timeline import Timeline
 from ipc import codec
 from ipc.cli import build_config
 from ipc.config import EngineConfig, Peer, WorkerProcess
@@ -152,7 +155,7 @@ async def measure(name: str, config: EngineConfig, args: argparse.Namespace) -> 
                     engine.record(is_on)
                     before = llm.timeline.num_steps
                     await run_steps(engine, args.block_steps)
-                    cpu[is_on].append(median(engine.host_us))
+                    cpu[is_on].append(percentile(engine.host_us, 20))
                     whole += [] if is_on else engine.whole_us
                     recorded = llm.timeline.num_steps - before
                     if (recorded < args.block_steps // 2) == is_on:
@@ -203,15 +206,29 @@ def summary(name: str, on: np.ndarray, off: np.ndarray, base: float, args: argpa
     gain = on - off
     means = np.random.default_rng(0).choice(gain, (RESAMPLES, len(gain))).mean(1)
     low, high = np.percentile(means, [2.5, 97.5])
-    append = per_token_us()
+    append, alone = per_token_us(), per_record_us()
     return {
         "model": name, "concurrency": args.concurrency, "pairs": len(gain), "block_steps": args.block_steps,
         "step_us": round(base, 1), "off_us": round(float(off.mean()), 1), "on_us": round(float(on.mean()), 1),
         "record_us": round(float(gain.mean()), 2), "record_us_95": [round(float(low), 2), round(float(high), 2)],
         "overhead_percent": round(100 * float(gain.mean()) / base, 3),
         "overhead_percent_95": [round(100 * float(edge) / base, 3) for edge in (low, high)],
+        "record_alone_us": round(alone, 2), "record_alone_percent": round(100 * alone / base, 3),
         "token_us": round(append, 3), "tokens_percent": round(100 * append * args.concurrency / base, 3),
     }
+
+
+def per_record_us(count: int = 20_000) -> float:
+    """Making, sending along and keeping the record of one step, by itself: what the difference must be about."""
+    outbox, timeline, clock = Outbox(), Timeline(), time.monotonic_ns
+    begin = time.process_time_ns()
+    for step in range(count):
+        moments = [clock() for _ in range(10)]
+        outbox.step([*moments[:9], 0, 0, step, 16, 16, 0])
+        outbox.commit_ended(moments[9])
+        timeline.add(outbox.steps_for(1, clock()), clock(), clock(), clock(), 16, 0, 100)
+        outbox.told(1)
+    return (time.process_time_ns() - begin) / 1000 / count
 
 
 def per_token_us(count: int = 200_000) -> float:
@@ -232,7 +249,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--groups", type=int, default=8, help="of four blocks")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
-    options: dict[str, Any] = dict(num_threads=args.threads, log_level="warning", max_num_seqs=args.concurrency)
+    # batch_invariant: the start waits until the compiled kernels are there
+    options: dict[str, Any] = dict(num_threads=args.threads, log_level="warning", max_num_seqs=args.concurrency,
+                                   batch_invariant=True)
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
         if model == "seed":

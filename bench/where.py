@@ -24,7 +24,8 @@ COLOURS = {"device": "#6a4fc4", "wait: tokens": "#e3b341", "wait: scheduler": "#
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per load."""
-    options: dict[str, Any] = dict(log_level="warning", max_num_seqs=max(args.concurrency))
+    # batch_invariant: the start waits until the compiled kernels are there
+    options: dict[str, Any] = dict(log_level="warning", max_num_seqs=max(args.concurrency), batch_invariant=True)
     if args.threads:
         options["num_threads"] = args.threads
     async with AsyncLLM(args.model, **options) as llm:

@@ -18,7 +18,7 @@ from ipc.errors import ConfigError
 from tests.frontend.fake_llm import FakeLLM, RawClient, post
 
 KEYS = FrontendSection(api_keys=("alice-key-1", "bob-key-22"), admin_api_keys=("root-key-333",))
-OPEN = {"/health", "/ping", "/ready", "/", "/docs"}
+OPEN = {"/health", "/ping", "/ready", "/", "/docs", "/timeline"}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
