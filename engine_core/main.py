@@ -15,6 +15,8 @@ import msgspec
 import zmq
 
 from engine_core.core import EngineCore
+from engine_core.nap import NAMES as NAP_NAMES
+from engine_core.nap import Nap
 from engine_core.profile_relay import NAMES as PROFILE_NAMES
 from engine_core.profile_relay import ProfileRelay
 from engine_core.recorder import ABORT_STEP, COMMIT, GONE, HANDLE, WORKER_LOST, NoRecorder, Recorder
@@ -22,8 +24,9 @@ from engine_core.snapshot import Origin
 from ipc.config import CoreProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import (EMPTY, HELLO, SERVING, Command, ConfigCore, EngineReady, HelloAck, ModelRunnerOutput,
-                          PeerDown, PeerUp, Phase, Profiled, Shutdown, StepFailed, WorkerReady)
+from ipc.messages import (EMPTY, HELLO, SERVING, Command, CommandReply, ConfigCore, EngineReady, HelloAck,
+                          ModelRunnerOutput, PeerDown, PeerUp, Phase, Profiled, Shutdown, Sleep, Slept, StepFailed,
+                          WorkerReady)
 from ipc.process import configure_logging
 from ipc.progress import PLANS, Progress
 from ipc.sockets import Link, Router
@@ -77,6 +80,11 @@ class Links:
         self.poller.register(link.socket, zmq.POLLIN)
         self.workers[up.rank] = link
 
+    def tell(self, replies: list[tuple[int, CommandReply]]) -> None:
+        """Answers of this process itself, each to its frontend."""
+        for number, reply in replies:
+            self.frontends.send(number, reply)
+
     def send_plan(self, plan: object) -> bytes:
         """To every worker; returns the frame that rank 0 got."""
         return [link.send(plan) for link in self.workers][0]
@@ -113,7 +121,7 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
     """Serve until Shutdown. `plans` says since when the worker owes an answer: one that is stopped cannot say so."""
     clock = time.monotonic_ns
     last_beat = clock()
-    relay = ProfileRelay()
+    relay, nap = ProfileRelay(), Nap()
     steps = core.step, core.committed_step
     has_worker = True                           # false between a worker's end and its successor's WorkerReady
     while not links.is_stopping:
@@ -132,6 +140,9 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
                 if isinstance(message, Command) and message.name in PROFILE_NAMES:
                     rank0.send(relay.ask(number, message))
                     continue
+                if isinstance(message, Command) and message.name in NAP_NAMES:
+                    links.tell(nap.ask(number, message))
+                    continue
                 recorder.note(HANDLE, number, links.frontends.last_frames)
                 reply = core.handle(number, message)
                 if reply is not None:
@@ -148,8 +159,11 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
             elif isinstance(message, WorkerReady):
                 check_successor(core, message)
                 has_worker = True
+                links.tell(nap.woken())
                 for number in links.frontends.numbers.values():
                     links.frontends.send(number, Phase("engine_core", SERVING, 1.0))
+            elif isinstance(message, Slept):
+                links.tell(nap.slept())
             elif isinstance(message, Profiled) and (told := relay.answer(message)) is not None:
                 links.frontends.send(*told)
             elif isinstance(message, Phase):
@@ -160,7 +174,13 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
         for link in links.workers[1:]:
             for _ in link.drain():
                 pass
-        while has_worker and recorder.turn() and core.can_plan():
+        if has_worker and (order := nap.next_message(len(core.scheduler.rows.in_flight))) is not None:
+            if isinstance(order, Sleep):
+                recorder.note(WORKER_LOST, 0, ())
+                core.worker_lost("it was sent to sleep")
+            for link in links.workers:
+                link.send(order)
+        while has_worker and nap.may_plan and recorder.turn() and core.can_plan():
             plan = core.plan(clock())
             planned_ns = clock()
             if plan is None:

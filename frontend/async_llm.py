@@ -446,6 +446,22 @@ class AsyncLLM:
         result: dict[str, Any] = await self._engine().command("overview")
         return result
 
+    async def sleep(self, level: int = 1) -> None:
+        """Give the pool's memory back, and at level 2 the weights' too (level 1: a GPU's weights move to host memory).
+        Returns when it is done. Running requests are preempted and go on after `wake_up`, computed again; new ones wait
+        for it. Nothing cached survives. Raises ValueError when it sleeps already."""
+        if level not in (1, 2):
+            raise RequestError(f"level is {level}; allowed are 1 and 2", "level")
+        await self._engine().command("sleep", level=level)
+
+    async def wake_up(self) -> None:
+        """Be as before `sleep`; returns when requests go on. Does nothing when awake."""
+        await self._engine().command("wake_up")
+
+    async def is_sleeping(self) -> bool:
+        """Also while it falls asleep or wakes up."""
+        return bool(await self._engine().command("is_sleeping"))
+
     async def start_profile(self) -> None:
         """The worker records its operators until `stop_profile`, for a minute at most. Raises ValueError when it does
         so already."""

@@ -138,12 +138,12 @@ class EngineClient:
         for choice in choices:
             self._choices.pop(choice.request_id, None)
 
-    async def command(self, name: str, request_id: int = 0) -> Any:
+    async def command(self, name: str, request_id: int = 0, level: int = 0) -> Any:
         """A control call to the core. Raises ValueError with the core's text."""
         await self.wait_ready()
         call = next(self._calls)
         future = self._replies[call] = self._loop.create_future()
-        self._link.send(Command(call, name, request_id))
+        self._link.send(Command(call, name, request_id, level))
         try:
             return await future
         finally:

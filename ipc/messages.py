@@ -7,8 +7,8 @@ of CLOCK_MONOTONIC, which all processes of a host share.
 
     supervisor ─ Config, Shutdown ─▶ child                child ─ Hello, Phase, Ready, Failure ─▶ supervisor (lifeline)
     frontend ─ Hello, AddRequest, Abort, Command ─▶ core  core ─ Phase, EngineReady, Outputs, CommandReply ─▶ frontend
-    core ─ Hello, SchedulerOutput, Profile ─▶ worker      worker ─ Phase, WorkerReady, ModelRunnerOutput, StepFailed,
-                                                          Profiled ─▶ core
+    core ─ Hello, SchedulerOutput, Profile, Sleep, WakeUp ─▶ worker
+    worker ─ Phase, WorkerReady, ModelRunnerOutput, StepFailed, Profiled, Slept ─▶ core
 """
 from __future__ import annotations
 
@@ -127,6 +127,7 @@ class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     call_id: int
     name: str                                   # known to EngineCore, or start_profile and stop_profile
     request_id: int = 0                         # of "request_status"
+    level: int = 0                              # of "sleep": 1 or 2
 
 
 # ---------------------------------------------------------------- engine core -> frontend
@@ -260,7 +261,21 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_start: bool
 
 
+class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Engine core -> worker, when nothing is in flight: give up the pool, and at level 2 the weights too. Answered by
+    Slept. All rows are dropped."""
+    level: int                                  # 1: weights stay, of a GPU in host memory
+
+
+class WakeUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Engine core -> worker that sleeps: be as after the start, with as many blocks. Answered by WorkerReady."""
+
+
 # ---------------------------------------------------------------- worker -> engine core
+
+class Slept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Worker -> engine core: the memory is given back."""
+
 
 class KeptRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A row of a former core, inside WorkerReady. Its tokens and blocks are the next in kept_tokens and kept_blocks."""
@@ -356,8 +371,8 @@ KINDS: dict[int, type] = {
     18: Start, 19: PeerDown, 25: PeerUp,
     20: AddRequest, 21: Abort, 22: Command,
     30: EngineReady, 31: Outputs, 32: CommandReply,
-    40: SchedulerOutput, 41: Profile,
-    50: WorkerReady, 51: ModelRunnerOutput, 52: StepFailed, 53: Profiled,
+    40: SchedulerOutput, 41: Profile, 42: Sleep, 43: WakeUp,
+    50: WorkerReady, 51: ModelRunnerOutput, 52: StepFailed, 53: Profiled, 54: Slept,
 }
 KIND_OF: dict[type, int] = {struct: kind for kind, struct in KINDS.items()}
 

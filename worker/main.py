@@ -12,12 +12,14 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 
 from ipc.config import WorkerProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import HELLO, ConfigWorker, Profile, SchedulerOutput, Shutdown, StepFailed, WorkerReady
+from ipc.messages import (HELLO, ConfigWorker, Profile, SchedulerOutput, Shutdown, Sleep, Slept, StepFailed, WakeUp,
+                          WorkerReady)
 from ipc.process import configure_logging
 from ipc.progress import Progress
 from ipc.sockets import Link
@@ -27,6 +29,7 @@ from worker.profiler import OperatorProfiler, named_range, no_range
 
 if TYPE_CHECKING:
     from worker.model_runner import ModelRunner, Step
+    from worker.startup import Weights
 
 logger = logging.getLogger("worker")
 
@@ -97,7 +100,7 @@ class WorkerLoop:
             if header.kind == HELLO:
                 self.link.epoch = header.epoch
 
-    def run(self) -> None:
+    def _start(self) -> tuple[ModelRunner, WorkerReady]:
         starting = Starting(self.life, self.link)
         starting.begin("import torch")
         from worker.startup import build_runner
@@ -110,9 +113,11 @@ class WorkerLoop:
         if runner.upgrade is not None:
             self.life.phase(runner.upgrade.phase, 0.0, runner.upgrade.seconds, "torch serves meanwhile")
         release_memory()
-        self.serve(runner, ready)
+        return runner, ready
 
-    def serve(self, runner: ModelRunner, ready: WorkerReady) -> None:
+    def run(self) -> None:
+        """Start, then serve until Shutdown. The runner is held by this frame alone: a sleep gives it up."""
+        runner, ready = self._start()
         clock = time.monotonic_ns
         progress = Progress(self.config.run_dir, f"worker-{self.config.rank}")
         while not self.is_stopping:
@@ -135,6 +140,11 @@ class WorkerLoop:
                     progress.working(PROFILER_S)
                     if (answer := self.profiler.handle(message)) is not None:
                         self.link.send(answer)
+                elif isinstance(message, Sleep) and header.epoch == self.link.epoch:
+                    self._drop(runner)
+                    kept = self._kept(runner, message.level)
+                    del runner                  # the last reference
+                    runner, ready = self._sleep(kept, ready.num_blocks, progress)
                 elif not isinstance(message, SchedulerOutput) or header.epoch != self.link.epoch:
                     logger.warning("dropped a %s of epoch %d", type(message).__name__, header.epoch)
                 elif runner.needs_reset and not message.reset:
@@ -145,6 +155,39 @@ class WorkerLoop:
                     self._execute(runner, message, received_ns)
             if self.in_flight is not None and self.in_flight.is_ready():
                 self._finish(runner)
+
+    @staticmethod
+    def _kept(runner: ModelRunner, level: int) -> list[Weights | None]:
+        from worker.startup import Weights
+        return [Weights.of(runner) if level == 1 else None]
+
+    def _sleep(self, kept: list[Weights | None], num_blocks: int, progress: Progress
+               ) -> tuple[ModelRunner, WorkerReady]:
+        """Hold nothing but what is kept, until a WakeUp or the Hello of a new core. The pool that is made again has as
+        many blocks: the core has numbered them."""
+        import torch
+
+        from worker.startup import build_runner
+        release_memory()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.link.send(Slept())
+        while not self.is_stopping:
+            progress.waiting()
+            self.poll(None)
+            item = self.link.receive()
+            if item is not None and (item[0].kind == HELLO or isinstance(item[1], WakeUp)):
+                self.link.epoch = item[0].epoch
+                break
+        if self.is_stopping:
+            self.link.close()
+            os._exit(0)
+        cache = msgspec.structs.replace(self.config.cache, num_gpu_blocks_override=num_blocks)
+        config = msgspec.structs.replace(self.config, cache=cache)
+        runner, ready = build_runner(config, Starting(self.life, self.link), progress.waiting, kept.pop())
+        release_memory()
+        self.link.send(ready)
+        return runner, ready
 
     def _wait(self, runner: ModelRunner, progress: Progress) -> None:
         """Until there is a message, or the step in flight is done. Idle time goes to capturing graphs."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -156,9 +156,26 @@ def _out_of_memory(config: WorkerProcess, dtype: str, device: str) -> str:
     return f"out of memory while loading the weights; {fix}"
 
 
-def build_runner(config: WorkerProcess, starting: Starting,
-                 between: Callable[[], None]) -> tuple[ModelRunner, WorkerReady]:
-    """Load everything. `between` is called between phases. Raises ConfigError with what to change."""
+class Weights(NamedTuple):
+    """What a sleeping worker keeps."""
+    model: Any                                  # FlatModel, or JitModel, which has its interface
+    backend: AttentionBackend                   # the compiled model's own; else made anew
+    device: str
+
+    @staticmethod
+    def of(runner: ModelRunner) -> Weights | None:
+        """Those of a runner, in host memory; None: it holds some for the time of a start only."""
+        if runner.upgrade is not None:
+            return None
+        if isinstance(runner.model, torch.nn.Module):
+            runner.model.to("cpu")
+        return Weights(runner.model, runner.backend, runner.device)
+
+
+def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[], None],
+                 kept: Weights | None = None) -> tuple[ModelRunner, WorkerReady]:
+    """Load everything; `kept`: all but these weights. `between` is called between phases. Raises ConfigError with what
+    to change."""
     device = resolve_device(config.device)
     threads = max(1, config.num_threads)
     torch.set_num_threads(threads)
@@ -174,7 +191,7 @@ def build_runner(config: WorkerProcess, starting: Starting,
     choice, why = build.choose(config, device)
     logger.info("%s model (%s)", "torch" if choice is None else "compiled", why if choice is None else choice.reason)
     upgrade = None
-    if choice is not None and not compiler.is_compiled():
+    if choice is not None and kept is None and not compiler.is_compiled():
         reason = reason_to_wait(config, free_memory()[0])
         upgrade = Upgrade(config, choice) if reason is None else None
         logger.info("the kernels were not compiled on this machine yet: %s",
@@ -190,14 +207,18 @@ def build_runner(config: WorkerProcess, starting: Starting,
     between()
     model: Any                                  # FlatModel, or JitModel, which has its interface
     try:
-        if choice is None or upgrade is not None:
+        if kept is not None:
+            model = kept.model.to(kept.device) if choice is None else kept.model
+            num_bytes = count_bytes(model) if choice is None else model.nbytes
+            stored = f"{num_bytes / 2**20:.0f} MiB, kept"
+        elif choice is None or upgrade is not None:
             model = load_model(config.model.files, dtype=dtype_name, device=device, seed=config.model.seed,
                                progress=lambda fraction: starting.advance(min(fraction, 0.999)))
             num_bytes = count_bytes(model)
             stored = f"{num_bytes / 2**20:.0f} MiB, {dtype_name}"
         else:
             model, backend, stored = build.build(config, choice, lambda f: starting.advance(min(f, 0.999)))
-            num_bytes, dtype = model.nbytes, choice.kv_dtype
+            num_bytes = model.nbytes
     except (MemoryError, RuntimeError) as error:
         if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)):
             raise
@@ -211,13 +232,14 @@ def build_runner(config: WorkerProcess, starting: Starting,
     elif choice is None:
         backend_name, reason = resolve_backend(config.attention_backend, device)
         backend = get_backend(backend_name, device)
-        if config.model.quantization not in ("auto", "none"):
+        if kept is None and config.model.quantization not in ("auto", "none"):
             num_bytes, stored = quantize_weights(config, model, backend, device, starting)
     starting.begin("size the KV pool")
     if choice is None:
         dtype, why = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, compute_capability(device))
         logger.info("keys and values %s (%s)", str(dtype).removeprefix("torch."), why)
     else:
+        backend, dtype = kept.backend if kept is not None else backend, choice.kv_dtype
         backend_name, reason = backend.name, "the compiled model's own"
     logger.info("attention backend %s (%s)", backend_name, reason)
     cache, size = config.cache, config.cache.block_size

@@ -17,6 +17,7 @@ from frontend.tools.request import ToolUse
 from frontend.tools.scanner import Piece, Scanner
 from ipc.errors import RequestError
 from ipc.sampling_params import SamplingParams, check_priority
+from ipc.structured_outputs import StructuredOutputs
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
 
@@ -40,13 +41,17 @@ class ChatCall:
 
 async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[dict[str, Any]], num_bytes: int,
                     call_id: str, cache_salt: str, renamed: Mapping[str, str], *,
-                    continue_final_message: bool = False, tools: ToolUse | None = None) -> ChatCall:
-    """Template, tokens and checked parameters. `renamed`: the API's names for sampling parameters -> ours.
+                    continue_final_message: bool = False, tools: ToolUse | None = None,
+                    form: StructuredOutputs | None = None) -> ChatCall:
+    """Template, tokens and checked parameters. `form`: of the output; `renamed`: the API's names for sampling
+    parameters -> ours.
 
     Without a limit of its own the answer may fill what the prompt leaves. Raises RequestError with the API's names.
     """
     priority = check_priority(getattr(request, "priority", None))
     params = _params(request, renamed)
+    if form is not None:
+        params = params.replace(structured_outputs=form)
     if tools is not None:
         params = with_tools(params, tools)
     prompt = await render(engine, messages, num_bytes, continue_final_message=continue_final_message,

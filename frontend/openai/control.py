@@ -1,6 +1,6 @@
-"""Control routes, behind the admin key: pausing, and forgetting the prefix cache.
+"""Control routes, behind the admin key: pausing, sleeping, and forgetting the prefix cache.
 
-They concern this frontend and its engine; nothing here touches a request that runs.
+They concern the whole engine; no request that runs is lost by any of them.
 """
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
 from frontend.openai.generation import check_engine
 from frontend.peers import Peers
+from ipc.errors import RequestError
 
 
 class ControlAnswer(msgspec.Struct):
     """What every control route answers with."""
     status: str
     is_paused: bool
+
+
+class SleepAnswer(msgspec.Struct):
+    """What the routes about sleep answer with."""
+    is_sleeping: bool
 
 
 async def _reply(exchange: Exchange, engine: EngineLike, status: str) -> None:
@@ -43,6 +49,32 @@ async def resume(peers: Peers | None, exchange: Exchange, engine: EngineLike) ->
     if peers is not None:
         await peers.ask("resume")
     await _reply(exchange, engine, "resumed")
+
+
+async def sleep(exchange: Exchange, engine: EngineLike) -> None:
+    """POST /sleep?level=1: the worker gives its memory back; requests wait, running ones go on after /wake_up."""
+    check_engine(engine)
+    text = exchange.query().get("level", "1")
+    if text not in ("1", "2"):
+        raise RequestError(f"level is {text[:40]!r}; 1 drops the pool, 2 the weights too", "level")
+    try:
+        await engine.sleep(int(text))
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    await exchange.reply(200, msgspec.json.encode(SleepAnswer(True)))
+
+
+async def wake_up(exchange: Exchange, engine: EngineLike) -> None:
+    """POST /wake_up: answered when requests go on."""
+    check_engine(engine)
+    await engine.wake_up()
+    await exchange.reply(200, msgspec.json.encode(SleepAnswer(False)))
+
+
+async def is_sleeping(exchange: Exchange, engine: EngineLike) -> None:
+    """GET /is_sleeping."""
+    check_engine(engine)
+    await exchange.reply(200, msgspec.json.encode(SleepAnswer(await engine.is_sleeping())))
 
 
 async def get_paused(exchange: Exchange, engine: EngineLike) -> None:

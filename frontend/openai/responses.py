@@ -28,6 +28,7 @@ from frontend.openai.responses_items import OutputItems, chat_choice, chat_tools
 from frontend.openai.responses_protocol import (NEUTRAL, DeletedResponse, IncompleteDetails, ResponseBody,
                                                 ResponseError, ResponsesRequest, usage_of)
 from frontend.openai.routes import Row
+from frontend.openai.structured import structured_outputs_of_text
 from frontend.tools.request import ToolUse, tool_use
 from ipc.errors import RequestError
 
@@ -100,14 +101,16 @@ async def create_response(store: ResponseStore, exchange: Exchange, engine: Engi
     # Instructions are of this response only: a later one brings its own.
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     call = await make_call(engine, request, system + messages, num_bytes, f"resp_{secrets.token_hex(16)}",
-                           exchange.cache_salt(request.cache_salt), RENAMED, tools=_tools(request, engine))
+                           exchange.cache_salt(request.cache_salt), RENAMED, tools=_tools(request, engine),
+                           form=structured_outputs_of_text(request.text))
     body = ResponseBody(
         id=call.id, created_at=int(time.time()), model=engine.served_model_name, status="in_progress",
         instructions=request.instructions, max_output_tokens=request.max_output_tokens,
         previous_response_id=request.previous_response_id, metadata=request.metadata or {},
         temperature=call.params.temperature, top_p=call.params.top_p, store=request.store is not False,
         background=bool(request.background), user=request.user, tools=request.tools or [],
-        tool_choice=request.tool_choice or "auto", parallel_tool_calls=request.parallel_tool_calls is not False)
+        tool_choice=request.tool_choice or "auto", parallel_tool_calls=request.parallel_tool_calls is not False,
+        text=request.text or {"format": {"type": "text"}})
     run = _Run(store, exchange.caller, call, body, messages)
     if request.background:
         store.check_running()

@@ -35,6 +35,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     safety_identifier: Any = None
     service_tier: Any = None
     user: str | None = None
+    text: dict[str, Any] | None = None          # {"format": ...}: text, json_object or json_schema
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
@@ -54,7 +55,7 @@ NEUTRAL: NeutralValues = {
     "access_programs": (), "background_options": (), "context_management": ([],), "conversation": (), "image": (),
     "include": ([], ["reasoning.encrypted_content"]), "max_tool_calls": (), "moderation": (), "prompt": (),
     "reasoning": ({}, {"effort": None, "summary": None}), "stream_options": ({}, {"include_obfuscation": False}),
-    "text": ({"format": {"type": "text"}}, {}), "top_logprobs": (0,), "truncation": ("disabled",),
+    "top_logprobs": (0,), "truncation": ("disabled",),
 }
 
 
@@ -111,7 +112,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool = True
     tool_choice: str | dict[str, Any] = "auto"
     tools: list[dict[str, Any]] = []
-    text: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}})
+    text: dict[str, Any] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}})
     truncation: str = "disabled"
     reasoning: dict[str, str | None] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
     object: str = "response"

@@ -40,6 +40,26 @@ def structured_outputs_of(request: GenerationRequest) -> StructuredOutputs | Non
         raise RequestError(f"{name}: {error}", name) from None
 
 
+def structured_outputs_of_text(text: dict[str, Any] | None) -> StructuredOutputs | None:
+    """The form of the Responses API, whose json_schema has its fields one level higher. Raises RequestError."""
+    for name, value in (text or {}).items():
+        if name != "format" and not (value is None or (name == "verbosity" and value == "medium")):
+            raise RequestError(f"text.{name[:60]} is not supported; text takes format", f"text.{name[:60]}")
+    value = (text or {}).get("format")
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise RequestError('text.format must be an object, for example {"type": "json_object"}', "text.format")
+    if value.get("type") == "json_schema":
+        value = {"type": "json_schema", "json_schema": value}
+    try:
+        form = _of_response_format(value)
+        return None if form is None else StructuredOutputs(**form)
+    except RequestError as error:
+        shown = str(error).replace('json_schema: {"name": ..., "schema": {...}}', '"name" and "schema"')
+        raise RequestError(shown.replace("response_format", "text.format"), "text.format") from None
+
+
 def _of_response_format(value: dict[str, Any]) -> dict[str, Any] | None:
     kind = value.get("type")
     if kind == "text":

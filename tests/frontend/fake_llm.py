@@ -80,6 +80,7 @@ class FakeLLM:
         self.resumed = asyncio.Event()
         self.resumed.set()
         self._drawn_seeds = 1000
+        self.sleep_level = 0
 
     def status(self) -> dict[str, Any]:
         return self.state
@@ -93,6 +94,17 @@ class FakeLLM:
 
     def resume(self) -> None:
         self.resumed.set()
+
+    async def sleep(self, level: int = 1) -> None:
+        if self.sleep_level:
+            raise ValueError("the engine sleeps already")
+        self.sleep_level = level
+
+    async def wake_up(self) -> None:
+        self.sleep_level = 0
+
+    async def is_sleeping(self) -> bool:
+        return self.sleep_level > 0
 
     async def reset_prefix_cache(self) -> None:
         self.num_resets += 1

@@ -48,6 +48,18 @@ def test_a_response_has_openais_shape() -> None:
     assert llm.chats[-1][0] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
 
 
+def test_the_form_of_the_output_is_asked_for_under_text() -> None:
+    llm = FakeLLM()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text = {"format": {"type": "json_schema", "name": "thing", "strict": True, "schema": schema}}
+    assert create(llm, text=text).json()["text"] == text
+    assert json.loads(llm.calls[-1]["params"].structured_outputs.json) == schema
+    create(llm, text={"format": {"type": "json_object"}})
+    assert llm.calls[-1]["params"].structured_outputs.json_object
+    create(llm, text={"format": {"type": "text"}, "verbosity": "medium"})
+    assert llm.calls[-1]["params"].structured_outputs is None
+
+
 def test_a_stream_has_the_events_in_order_and_the_same_text() -> None:
     found = parse_events(create(stream=True, stop="never").text)
     kinds = [event["type"].removeprefix("response.") for event in found]
@@ -93,7 +105,10 @@ def test_input_items_become_messages() -> None:
     ({"tools": [{"type": "function", "name": "f"}], "tool_choice":
         {"type": "function", "name": "g"}}, "tool_choice"),
     ({"reasoning": {"effort": "high"}}, "reasoning"),
-    ({"text": {"format": {"type": "json_schema"}}}, "text"), ({"truncation": "auto"}, "truncation"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"format": {"type": "poem"}}}, "text.format"), ({"text": {"format": 3}}, "text.format"),
+    ({"truncation": "auto"}, "truncation"),
     ({"background": True, "stream": True}, "background"), ({"background": True, "store": False}, "store"),
     ({"priority": 2**40}, "priority"), ({"cache_salt": ""}, "cache_salt")])
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
