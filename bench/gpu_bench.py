@@ -178,6 +178,15 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             print(
                 f"{row['name']:66} {'ok' if row['ok'] else 'WRONG'}: error {row['error']:.2e}, limit {row['limit']:.1e}"
             )
+        elif "at_most" in row or "at_least" in row:
+            value = row.get("times", row.get("us"))
+            low, high = row.get("at_least"), row.get("at_most")
+            is_missed = (low is not None and value < low) or (high is not None and value > high)
+            bound = "" if low is high is None else f"at least {low}" if low is not None else f"at most {high}"
+            print(f"{row['name']:52} {value:>10} {bound:>14}{' !' if is_missed else ''}")
+        elif "rate" in row:
+            mark = "!" if row["share"] < row["target"] else ""
+            print(f"{row['name']:52} {row['us']:>10} {row['rate']:>14} {row['share']:>6.1%} {row['target']:.0%} {mark}")
         else:
             rate = f"{row['GB/s']} GB/s" if "GB/s" in row else f"{row.get('TFLOP/s', 0)} TFLOP/s"
             target = (

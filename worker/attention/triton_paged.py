@@ -50,6 +50,7 @@ class LaunchPlan:
     num_parts: int  # tiles or requests that have workspace
     part_rows: int
     max_split_queries: int
+    min_tiles: int = configs.MIN_TILES_PER_SPLIT  # tiles of keys that a split has at least
     parts: Tensor = field(default_factory=lambda: torch.empty(0))  # [parts, Hkv, splits, rows, D] float32
     lse: Tensor = field(default_factory=lambda: torch.empty(0))  # [parts, Hkv, splits, rows] float32, base 2
 
@@ -98,7 +99,7 @@ class TritonBackend:
             starts = torch.arange(2, dtype=torch.int32, device=device)
             meta = BatchMeta(starts, tables[0], tables[1:2], tables[2].long(), block_size,
                              np.arange(2, dtype=np.int32), np.zeros(1, np.int32), max_query_len, 1)
-            plan = LaunchPlan(tile, 1, SPLIT_TILES, 1, 1, 1, 1, work[0], work[1])
+            plan = LaunchPlan(tile, 1, SPLIT_TILES, 1, 1, 1, 1, parts=work[0], lse=work[1])
             _launch(plan, torch.empty_like(q), q, cache, meta, scale, window, softcap, sinks)
         return len(launches)
 
@@ -152,6 +153,8 @@ def plan_launch(meta: BatchMeta, num_tokens: int, group: int, num_kv_heads: int,
     wanted = min(num_processors * configs.FEW_PROGRAMS // num_programs, useful)
     if meta.decode_only:
         many = num_processors * configs.MANY_PROGRAMS // num_programs
+        if wanted < 2:  # the chip is full: a captured launch for long contexts must not cut short ones to pieces
+            plan.min_tiles = max(configs.MIN_TILES_PER_SPLIT, configs.PART_KEYS // tile.block_n)
         wanted = max(wanted, min(many, meta.max_seq_len // configs.PART_KEYS))
     if wanted >= 2:
         plan.kind = SPLIT_TILES
@@ -183,7 +186,7 @@ def _launch(plan: LaunchPlan, out: Tensor, q: Tensor, cache: tuple[Tensor, ...],
     paged_attention_kernel[(*grid, plan.num_splits)](
         out, q, cache[0], cache[1], scales[0], scales[1], out if sinks is None else sinks, plan.parts, plan.lse,
         meta.query_start_loc, meta.seq_lens, meta.block_table, meta.num_reqs, scale if softcap else scale * LOG2E,
-        float(softcap), window, plan.num_splits, configs.MIN_TILES_PER_SPLIT, plan.max_split_queries, plan.part_rows,
+        float(softcap), window, plan.num_splits, plan.min_tiles, plan.max_split_queries, plan.part_rows,
         by_request, q.stride(0), out.stride(0), num_kv_heads * dim, meta.block_table.stride(0), num_kv_heads, D=dim,
         BLOCK_D=block_d, GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_SIZE=meta.block_size,
         ONE_TOKEN=one_token, HAS_WINDOW=window > 0, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
@@ -192,6 +195,6 @@ def _launch(plan: LaunchPlan, out: Tensor, q: Tensor, cache: tuple[Tensor, ...],
         rows = min(plan.part_rows, meta.max_query_len * group)
         combine_splits_kernel[(rows, num_kv_heads, plan.num_parts)](
             out, plan.parts, plan.lse, meta.query_start_loc, meta.seq_lens, meta.num_reqs, window, plan.num_splits,
-            configs.MIN_TILES_PER_SPLIT, plan.max_split_queries, plan.part_rows, by_request, out.stride(0),
+            plan.min_tiles, plan.max_split_queries, plan.part_rows, by_request, out.stride(0),
             num_kv_heads, D=dim, BLOCK_D=block_d, GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             BLOCK_SPLITS=configs.MAX_SPLITS, ONE_TOKEN=one_token, num_warps=4)

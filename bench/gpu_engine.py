@@ -1,0 +1,283 @@
+"""The worker and the core on the GPU at hand: same tokens in every configuration, no waits, and how fast steps are.
+
+    python -m bench.gpu_engine [--json FILE] [--seconds 240] [--only TEXT]
+    TRITON_INTERPRET=1 python -m bench.gpu_engine --dry     the same code, tiny shapes, no GPU: times mean nothing
+
+Ceilings are measured first (a copy, a bf16 matrix product). A decode step's ideal time is the bytes of its weights,
+keys and values over the copy's bandwidth; a prefill's is its operations over the product's rate; shares are ideal over
+measured. Weights are random. Prints one table last, and one JSON object after it. Exit status 1 if a check fails; a
+missed target is reported, not an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu_bench import BF16, FP8, Bench, capability_of_device, measure_ceilings, print_table
+from bench.gpu_in_process import InProcessEngine, Setup, blocks_for, decoding_rows, make_runner, random_model
+from ipc.aliases import ALIASES
+from ipc.capacity import weight_count
+from ipc.messages import NewRow, SchedulerOutput
+from ipc.model_config import ModelConfig, from_hf_config
+from ipc.sampling_params import SamplingParams
+from worker.attention.registry import get_backend
+from worker.kernels.interpreter import install_if_interpreted, is_interpreted
+from worker.kv_pool import kv_bytes_per_block
+from worker.kv_quant import FP8_CAPABILITY
+from worker.models.flat_model import FlatModel
+
+TINY: dict[str, Any] = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                            num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=4096)
+CHECKED: dict[str, Any] = dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
+                               num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=4096)
+
+
+def shape(bench: Bench, name: str) -> ModelConfig:
+    """The alias's shape; in a dry run a tiny one of the same family."""
+    raw = ALIASES[name].hf_config
+    return from_hf_config({**raw, **TINY, "eos_token_id": 1, "bos_token_id": 1} if bench.dry else raw, name)
+
+
+# ------------------------------------------------------------ checks
+
+def check_tokens(bench: Bench) -> None:
+    """The same greedy tokens with and without graphs, overlap, chunks, and with a pool so small that it preempts.
+
+    In float32 and with weights that make the logits differ by far more than a rounding.
+    """
+    if not bench.wants("engine: same tokens"):
+        return
+    raw = {**ALIASES["qwen3-8b"].hf_config, **(TINY if bench.dry else CHECKED), "eos_token_id": 1, "bos_token_id": 1}
+    model = random_model(from_hf_config(raw, "check"), torch.float32, bench.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(6.0 if not bench.dry else 15.0)
+    rng = np.random.default_rng(3)
+    count, longest, outputs = (2, 20, 3) if bench.dry else (24, 300, 48)
+    shared = rng.integers(2, raw["vocab_size"], longest // 2).tolist()
+    prompts = [rng.integers(2, raw["vocab_size"], 1 + rng.integers(longest // 2)).tolist() for _ in range(count)]
+    prompts = [shared + prompt if i % 3 == 0 else prompt for i, prompt in enumerate(prompts)]
+    ample = sum(-(-(len(prompt) + outputs + 1) // 16) for prompt in prompts) + 8
+    few = (1 if bench.dry else 3) * -(-(longest + outputs + 1) // 16) + 1
+    graphs = "static" if bench.dry else "on"
+    seats = 4 if bench.dry else 32
+    base: dict[str, Any] = dict(num_blocks=ample, seats=seats, budget=64 if bench.dry else 512, max_model_len=1024)
+    setups = {
+        "sync": Setup(**base, is_overlapped=False),
+        "async": Setup(**base),
+        f"async, graphs {graphs}": Setup(**base, graphs=graphs),
+        "sync, graphs static": Setup(**base, graphs="static", is_overlapped=False),
+        "async, chunks of 7": Setup(**base, graphs=graphs, scheduler=dict(long_prefill_token_threshold=7)),
+        "recompute": Setup(**{**base, "num_blocks": few}, graphs=graphs),
+        "swap": Setup(**{**base, "num_blocks": few}, num_host_blocks=ample, graphs=graphs,
+                      scheduler=dict(preemption_mode="swap")),
+    }
+    if bench.dry:  # the interpreter is slow
+        setups = {name: setups[name] for name in ("sync", "async, graphs static", "swap")}
+    wanted: list[list[int]] = []
+    for name, setup in setups.items():
+        engine = InProcessEngine(model, setup, bench.device)
+        tokens = engine.run(prompts, outputs)
+        wanted = wanted or tokens
+        different = sum(a != b for a, b in zip(tokens, wanted, strict=True))
+        preempted = engine.core.scheduler.stats.num_preemptions
+        is_whole = all(len(row) == outputs for row in tokens) and (bench.dry or setup.num_blocks > few or preempted > 0)
+        bench.rows.append({"name": f"check: engine, {name} ({preempted} preemptions)", "error": float(different),
+                           "limit": 0.0, "ok": different == 0 and is_whole})
+
+
+def check_no_waits(bench: Bench) -> None:
+    """A decode step of async scheduling is launched without any synchronisation: torch raises at one."""
+    if not bench.wants("engine: no host wait in a decode step"):
+        return
+    raw = {**ALIASES["qwen3-8b"].hf_config, **(TINY if bench.dry else CHECKED), "eos_token_id": 1, "bos_token_id": 1}
+    model, rows, steps = random_model(from_hf_config(raw, "check"), BF16, bench.device), 2 if bench.dry else 16, 6
+    error = ""
+    for graphs in ("off",) if bench.dry else ("off", "on"):
+        setup = Setup(blocks_for(rows, 40, steps, 16), seats=rows, budget=rows, max_model_len=128, graphs=graphs)
+        runner = make_runner(model, setup, bench.device)
+        last = runner.launch(decoding_rows(runner, rows, 40, steps))
+        for number in range(2, steps):
+            if bench.device != "cpu":
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                step = runner.launch(SchedulerOutput(number, rows), 0, no_wait_allowed)
+            except RuntimeError as raised:
+                error = f"graphs {graphs}: {raised}"
+                break
+            finally:
+                if bench.device != "cpu":
+                    torch.cuda.set_sync_debug_mode("default")
+            runner.finish(last)
+            last = step
+        runner.finish(last)
+    if error:
+        print(error, file=sys.stderr)
+    bench.rows.append({"name": "check: engine, no host wait in a decode step", "error": float(bool(error)),
+                       "limit": 0.0, "ok": not error})
+
+
+def no_wait_allowed() -> None:
+    raise RuntimeError("a pure decode step asked for the result of the step before")
+
+
+# ------------------------------------------------------------ figures
+
+def time_decode(bench: Bench, name: str, model: FlatModel, rows: int, context: int, target: float | None, *,
+                limit_us: float | None = None, gap_us: float | None = None) -> None:
+    """Steps of `rows` decoding rows, launched one ahead. Share: bytes of weights, keys and values over bandwidth."""
+    if not bench.wants(name):
+        return
+    warm, steps = (1, 2) if bench.dry else (5, 60)
+    num = warm + steps + 2
+    setup = Setup(blocks_for(rows, context, num, 16), seats=rows, budget=rows, max_model_len=context + num + 8,
+                  graphs="static" if bench.dry else "on")
+    runner = make_runner(model, setup, bench.device)
+    last = runner.launch(decoding_rows(runner, rows, context, num))
+    begin, launch_s, device_ns = 0.0, 0.0, 0
+    for number in range(2, num):
+        if number == 2 + warm:
+            _synchronize(bench)
+            begin, launch_s, device_ns = time.perf_counter(), 0.0, 0
+        launched = time.perf_counter()
+        step = runner.launch(SchedulerOutput(number, rows))
+        launch_s += time.perf_counter() - launched
+        device_ns += runner.finish(last).device_ns
+        last = step
+    runner.finish(last)
+    seconds = (time.perf_counter() - begin) / steps
+    config = model.config
+    kv_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BF16.itemsize
+    weights = weight_count(config) * BF16.itemsize
+    if not config.tie_word_embeddings:  # only some rows of the embedding are read
+        weights -= config.vocab_size * config.hidden_size * BF16.itemsize
+    bench.report(name, seconds, bytes_moved=weights + rows * context * kv_token, target=target)
+    gap = max(0.0, seconds - device_ns / 1e9 / steps)
+    for what, value, limit in ((f"{name}: host gap", gap * 1e6, gap_us), (f"{name}: step", seconds * 1e6, limit_us),
+                               (f"{name}: host launch", launch_s / steps * 1e6, None)):
+        bench.rows.append({"name": what, "us": round(value, 1), "at_most": limit})
+
+
+def _synchronize(bench: Bench) -> None:
+    if bench.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def time_prefill(bench: Bench, model: FlatModel, num_tokens: int, target: float) -> None:
+    """One prompt, computed in one step."""
+    if not bench.wants(name := f"prefill {num_tokens}, qwen3-8b"):
+        return
+    setup = Setup(-(-(num_tokens + 1) // 16), seats=1, budget=num_tokens, max_model_len=num_tokens + 8)
+    runner = make_runner(model, setup, bench.device)
+    tokens = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
+    blocks = np.arange(1, setup.num_blocks + 1, dtype=np.int32)
+    new = NewRow(1, num_tokens, num_tokens, 0, len(blocks), SamplingParams(temperature=0.0, seed=1))
+    plan = SchedulerOutput(1, 1, new=[new], new_tokens=tokens.data.cast("B"), new_blocks=blocks.data.cast("B"),
+                           reset=True, counts=np.array([0, num_tokens], np.int32).data.cast("B"))
+    times = []
+    for _ in range(1 if bench.dry else 4):
+        begin = time.perf_counter()
+        runner.finish(runner.launch(plan))
+        times.append(time.perf_counter() - begin)
+    bench.report(name, min(times), operations=operations(model.config, [(num_tokens, num_tokens)]), target=target)
+
+
+def operations(config: ModelConfig, rows: list[tuple[int, int]]) -> float:
+    """Of a step whose rows compute t tokens at the end of n: products without the head, and attention."""
+    tokens = sum(t for t, _ in rows)
+    pairs = sum(t * n - t * (t - 1) // 2 for t, n in rows)
+    heads = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    dense = weight_count(config) - heads
+    return 2.0 * dense * tokens + 4.0 * config.head_dim * config.num_attention_heads * config.num_hidden_layers * pairs
+
+
+def measure_throughput(bench: Bench, model: FlatModel) -> None:
+    """256 requests, 512 in and 256 out, against the roofline of the very steps that ran."""
+    if not bench.wants(name := "throughput: 256 x (512 in, 256 out), qwen3-8b"):
+        return
+    count, prompt, outputs = (2, 5, 2) if bench.dry else (256, 512, 256)
+    setup = Setup(count * -(-(prompt + outputs + 1) // 16) + 8, seats=count, budget=64 if bench.dry else 8192,
+                  max_model_len=1024, graphs="static" if bench.dry else "on")
+    engine = InProcessEngine(model, setup, bench.device)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(2, model.config.vocab_size, prompt).tolist() for _ in range(count)]
+    begin = time.perf_counter()
+    engine.run(prompts, outputs)
+    seconds = time.perf_counter() - begin
+    config = model.config
+    weights = weight_count(config) * BF16.itemsize
+    kv_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BF16.itemsize
+    ideal = sum(max((weights + rows * (prompt + outputs / 2) * kv_token) / bench.copy_rate,
+                    2.0 * weight_count(config) * tokens / bench.matmul_rate) for rows, tokens in engine.plans)
+    bench.rows.append({"name": name, "us": round(seconds * 1e6), "rate": f"{count * outputs / seconds:.0f} tok/s",
+                       "share": ideal / seconds, "target": 0.6, "tokens_per_s": count * outputs / seconds})
+
+
+def measure_pool(bench: Bench, config: ModelConfig) -> None:
+    """Tokens that a pool of fp8 holds, against bfloat16."""
+    if bench.dry or capability_of_device() >= FP8_CAPABILITY:
+        backend, spec = get_backend("triton", bench.device), (config.num_hidden_layers, config.num_key_value_heads,
+                                                              config.head_dim)
+        wide, narrow = (kv_bytes_per_block(backend, spec, 16, dtype) for dtype in (BF16, FP8))
+        bench.rows.append({"name": "fp8 KV: tokens of a pool against bfloat16", "times": round(wide / narrow, 3),
+                           "at_least": None if bench.dry else 1.95})
+
+
+def measure_models(bench: Bench) -> None:
+    """Both shapes, one after the other in memory."""
+    rows, context, chunk = (2, 20, 24) if bench.dry else (64, 1024, 8192)
+    small = random_model(shape(bench, "qwen3-0.6b"), BF16, bench.device)
+    time_decode(bench, "decode 1 row, qwen3-0.6b", small, 1, context, None, limit_us=1300)
+    time_decode(bench, f"decode {rows} rows x {context}, qwen3-0.6b", small, rows, context, None)
+    del small
+    large = random_model(shape(bench, "qwen3-8b"), BF16, bench.device)
+    measure_pool(bench, large.config)
+    time_decode(bench, "decode 1 row, qwen3-8b", large, 1, context, 0.85)
+    time_decode(bench, f"decode {rows} rows x {context}, qwen3-8b", large, rows, context, 0.75, gap_us=50)
+    time_prefill(bench, large, chunk, 0.55)
+    measure_throughput(bench, large)
+
+
+def is_missed(row: dict[str, Any]) -> bool:
+    """A figure that has a target and does not reach it."""
+    return bool((row.get("target") and row["share"] < row["target"])
+                or (row.get("at_most") is not None and row["us"] > row["at_most"])
+                or (row.get("at_least") is not None and row["times"] < row["at_least"]))
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=240.0, help="begin nothing new after this time")
+    parser.add_argument("--only", default="", help="results whose name contains this; ceilings always run")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes in Triton's interpreter")
+    args = parser.parse_args()
+    if args.dry != is_interpreted():
+        parser.error("--dry needs TRITON_INTERPRET=1, and a GPU run must not have it")
+    install_if_interpreted()
+    bench = Bench("cpu" if args.dry else "cuda", args.dry, time.monotonic() + args.seconds, args.only)
+    for part in (measure_ceilings, check_tokens, check_no_waits, measure_models):
+        part(bench)
+    print_table(bench.rows)
+    wrong = sum(row.get("ok") is False for row in bench.rows)
+    missed = [row["name"] for row in bench.rows if is_missed(row)] if not args.dry else []
+    result = {"benchmark": "gpu_engine", "chip": "interpreter" if args.dry else torch.cuda.get_device_name(),
+              "torch": torch.__version__, "dry": args.dry, "wrong": wrong, "missed": missed, "rows": bench.rows}
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+    print(json.dumps({**result, "rows": len(bench.rows)}))
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
