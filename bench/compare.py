@@ -1,8 +1,10 @@
 """Is this run better than an older one, or is it noise? For `--compare old.json` of the serving benchmarks.
 
-Each result carries, beside its figures, how far each one moves by chance (`noise`, a relative 95 % half-width), by a
-bootstrap over requests (Efron 1979). Two figures differ when they are further apart than both noises together, and than
-MIN_BOUND, which stands for what a machine does between runs and no run can see of itself. Knows no server.
+Each result carries, beside its figures, how far each one moves by chance (`noise`, relative): a 95 % half-width by a
+bootstrap over requests (Efron 1979), or, where the load was repeated, half the spread of the repeats if that is wider.
+What a machine does between runs, no single run can see of itself: without repeats on both sides a change below
+SINGLE_RUN_BOUND says nothing. Two figures differ when they are further apart than both noises together and than that
+floor. Knows no server.
 """
 
 import json
@@ -16,7 +18,9 @@ import numpy as np
 
 from bench.stats import RequestRecord, percentile
 
-MIN_BOUND = 0.03
+MIN_BOUND = 0.03  # with repeats
+SINGLE_RUN_BOUND = 0.2  # without: two runs of the same thing on a shared machine are that far apart
+MIN_REPEATS = 3  # fewer show no spread
 RESAMPLES = 200
 RATES = ("output_tok_s", "total_tok_s", "request_s", "prefill_tok_s", "decode_tok_s")  # more is better
 TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")  # less is better
@@ -79,7 +83,38 @@ def rate_noise(records: Sequence[RequestRecord], seed: int = 0) -> float | None:
     return (percentile(rates, 97.5) - percentile(rates, 2.5)) / 2 / middle if middle else None
 
 
+def join_repeats(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several runs of one load: medians of the compared figures, counts summed, noise from their spread.
+    The rest is of the run with the median throughput."""
+    if len(runs) == 1:
+        return {**runs[0], "num_repeats": 1}
+    ordered = sorted(runs, key=lambda run: run.get("output_tok_s") or 0.0)
+    joined: dict[str, Any] = json.loads(json.dumps(ordered[len(ordered) // 2]))
+    joined["num_repeats"] = len(runs)
+    for name in ("successful_requests", "failed_requests"):
+        joined[name] = sum(run[name] for run in runs)
+    joined["first_error"] = next((run["first_error"] for run in runs if run["first_error"]), None)
+    for name in figure_names():
+        values = [value for run in runs if (value := _look_up(run, name)) is not None]
+        if len(values) < len(runs) or percentile(values, 50) <= 0:
+            continue
+        middle = percentile(values, 50)
+        own = percentile([float((run.get("noise") or {}).get(name, 0.0)) for run in runs], 50)
+        joined.setdefault("noise", {})[name] = round(max(own, (max(values) - min(values)) / 2 / middle), 4)
+        head, _, tail = name.partition(".")
+        if tail:
+            joined[head][tail] = middle
+        else:
+            joined[head] = middle
+    return joined
+
+
 # ------------------------------------------------------------ two results
+
+
+def figure_names() -> list[str]:
+    """Of all figures that are compared."""
+    return [*RATES, *(f"{name}.{figure}" for name in TIMES for figure in SHOWN)]
 
 
 def runs_of(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -101,18 +136,24 @@ def read_result(file: str) -> dict[str, Any]:
 def compare(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
     """One row for each figure that both runs have: old, new, change, bound, and "better", "worse" or "same"."""
     rows = []
-    names = [(name, True) for name in RATES] + [(f"{name}.{figure}", False) for name in TIMES for figure in SHOWN]
-    for name, is_more_better in names:
+    floor = MIN_BOUND if are_repeated(old, new) else SINGLE_RUN_BOUND
+    for name in figure_names():
+        is_more_better = name in RATES
         before, after = _look_up(old, name), _look_up(new, name)
         if not before or after is None:
             continue
         widths = [float((run.get("noise") or {}).get(name, 0.0)) for run in (old, new)]
-        bound = max(MIN_BOUND, math.hypot(*widths))
+        bound = max(floor, math.hypot(*widths))
         change = after / before - 1
         verdict = "same" if abs(change) <= bound else "better" if (change > 0) == is_more_better else "worse"
         rows.append({"figure": name, "old": before, "new": after, "change": round(change, 4), "bound": round(bound, 4),
                      "verdict": verdict})
     return rows
+
+
+def are_repeated(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Both have seen what the machine does between runs."""
+    return min(int(run.get("num_repeats") or 1) for run in (old, new)) >= MIN_REPEATS
 
 
 def _look_up(run: dict[str, Any], name: str) -> float | None:
@@ -139,6 +180,8 @@ def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, 
             print(f"the loads differ, so the figures say little: {', '.join(differences)}")
         rows = compare(other, run)
         print_rows(rows, concurrency)
+        if not are_repeated(other, run):
+            print(f"changes below {SINGLE_RUN_BOUND:.0%} are not told from noise: run both with --repeats {MIN_REPEATS}")
         all_rows += [{"concurrency": concurrency, **row} for row in rows]
     return all_rows
 

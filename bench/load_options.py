@@ -55,6 +55,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--concurrency", "--max-concurrency", type=counts, default=[8], help="requests in flight at most; or 1,4,16")
     add("--num-requests", "--num-prompts", type=count, default=32)
     add("--request-rate", type=float, default=0.0, help="Poisson arrivals per second; default: no pauses")
+    add("--repeats", type=count, default=1, help="of each load; the figures are medians, the noise is their spread")
     add("--warmup", "--num-warmups", type=int, default=1, help="untimed requests before the run")
     add("--ignore-eos", action="store_true", help="always so, where the server takes it")
     add("--seed", type=int, default=0, help="same seed, same prompts and lengths")

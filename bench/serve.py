@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bench.compare import compare_results, noise, read_result, runs_of
+from bench.compare import compare_results, join_repeats, noise, read_result, runs_of
 from bench.load_options import parse_args
 from bench.plot import plot_load
 from bench.stats import RequestRecord, print_json, print_serving_report, serving_figures
@@ -352,7 +352,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         print("the server refuses ignore_eos; outputs may be shorter than asked")
     runs = []
     for number, concurrency in enumerate(args.concurrency):
-        runs.append(await measure_one(client, args, concurrency, spare, args.seed + 1000 * number))
+        seeds = [args.seed + 1000 * number + 100 * repeat for repeat in range(args.repeats)]
+        runs.append(join_repeats([await measure_one(client, args, concurrency, spare, seed) for seed in seeds]))
     if len(runs) == 1:
         return runs[0]
     sums = {name: sum(run[name] for run in runs) for name in ("successful_requests", "failed_requests")}

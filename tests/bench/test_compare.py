@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from bench.compare import bootstrap, compare, compare_results, noise, rate_noise, read_result, runs_of
+from bench.compare import (
+    SINGLE_RUN_BOUND,
+    bootstrap,
+    compare,
+    compare_results,
+    join_repeats,
+    noise,
+    rate_noise,
+    read_result,
+    runs_of,
+)
 from bench.stats import RequestRecord, serving_figures
 
 
@@ -51,6 +61,28 @@ def test_a_slower_run_is_worse_and_a_faster_one_better_in_the_right_direction() 
     found = verdicts(old, slow)
     assert {found[name] for name in ("ttft_s.p50", "itl_s.mean", "e2e_s.p50", "output_tok_s", "request_s")} == {"worse"}
     assert verdicts(slow, old)["output_tok_s"] == verdicts(slow, old)["ttft_s.p50"] == "better"
+
+
+def test_single_runs_on_a_machine_that_drifts_are_not_told_apart() -> None:
+    """A neighbour took a tenth of the machine during the second run: every figure of it moved, by more than requests
+    within a run differ. This was called worse."""
+    old, new = result(spread=0.01), result(ttft=0.11, itl=0.011, spread=0.01, seed=2)
+    assert set(verdicts(old, new).values()) == {"same"}
+    assert {row["bound"] for row in compare(old, new) if row["figure"] == "itl_s.mean"} == {SINGLE_RUN_BOUND}
+
+
+def test_repeats_show_the_drift_and_what_is_beyond_it() -> None:
+    def repeated(*factors: float, seed: int = 0) -> dict[str, Any]:
+        return join_repeats([result(ttft=0.1 * f, itl=0.01 * f, spread=0.01, seed=seed + i)
+                             for i, f in enumerate(factors)])
+
+    old = repeated(0.95, 1.0, 1.05)
+    assert old["num_repeats"] == 3 and old["successful_requests"] == 120
+    assert old["noise"]["itl_s.mean"] == pytest.approx(0.05, abs=0.01)
+    assert old["itl_s"]["mean"] == pytest.approx(0.01, rel=0.01)
+    assert set(verdicts(old, repeated(0.97, 1.02, 1.06, seed=10)).values()) == {"same"}
+    assert verdicts(old, repeated(1.25, 1.2, 1.3, seed=20))["itl_s.mean"] == "worse"
+    assert verdicts(repeated(1.25, 1.2, 1.3, seed=20), old)["output_tok_s"] == "better"
 
 
 def test_noisy_measurements_have_wide_bounds() -> None:
