@@ -181,7 +181,7 @@ def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, 
         rows = compare(other, run)
         print_rows(rows, concurrency)
         if not are_repeated(other, run):
-            print(f"changes below {SINGLE_RUN_BOUND:.0%} are not told from noise: run both with --repeats {MIN_REPEATS}")
+            print(f"below {SINGLE_RUN_BOUND:.0%} nothing is told from noise: run both with --repeats {MIN_REPEATS}")
         all_rows += [{"concurrency": concurrency, **row} for row in rows]
     return all_rows
 
