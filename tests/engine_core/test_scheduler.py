@@ -585,3 +585,14 @@ def test_adoption_in_mid_prompt_holds_back_only_what_later_rows_need():
     engine.run()
     assert engine.tokens[2] == engine.tokens[3]
     engine.assert_idle()
+
+
+def test_a_request_whose_prefix_others_hold_needs_only_the_rest_of_its_blocks():
+    """Two blocks are free, the request has five, four of them are in use by the one before."""
+    engine = Engine(num_blocks=6)
+    engine.add(1, prompt(16), max_tokens=2)
+    engine.step()
+    engine.add(2, prompt(16) + [1], max_tokens=1)
+    assert new_rows(engine.step()) == [(2, 17, 16, 5)]
+    engine.run()
+    engine.assert_idle()
