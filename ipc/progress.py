@@ -69,6 +69,30 @@ class ProgressReader:
         self._map.close()
 
 
+class Starvation:
+    """How long a process has been ready to run without getting a core, since it last made progress. On a machine that
+    is far too busy this is why it is late, and ending it would only make more work."""
+
+    def __init__(self) -> None:
+        self._counter, self._queued_ns = -1, 0
+
+    def seconds(self, counter: int, pid: int) -> float:
+        """`counter`: its progress now. Call often: what counts begins with the first call after a change."""
+        queued_ns = run_queue_ns(pid)
+        if counter != self._counter:
+            self._counter, self._queued_ns = counter, queued_ns
+        return (queued_ns - self._queued_ns) / 1e9
+
+
+def run_queue_ns(pid: int) -> int:
+    """Nanoseconds that the main thread of a process has spent waiting for a core; 0 where the kernel does not tell."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 class EngineProgress:
     """Core and worker together: which of them is silent for longer than it may be."""
 

@@ -32,7 +32,7 @@ from ipc.errors import ConfigError, WireError
 from ipc.lifeline import Lifeline
 from ipc.messages import (ConfigCore, ConfigFrontend, ConfigWorker, EngineUp, Failure, PeerDown, PeerUp, Phase, Ready,
                           Shutdown, Start)
-from ipc.progress import EngineProgress, ProgressReader
+from ipc.progress import EngineProgress, ProgressReader, Starvation
 from ipc.run_dir import RunDir
 from ipc.system import SignalPipe, bind_listeners, open_pidfd, usable_cores
 
@@ -73,6 +73,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._progress = {child: ProgressReader(self.run_dir.path, f"{child.role}-{child.rank}")
                           for child in self.children}
+        self._starved = {child: Starvation() for child in self._progress}
         self._engine_progress = EngineProgress(self.run_dir.path)
 
     def run(self) -> int:
@@ -233,6 +234,7 @@ class Supervisor:
             watched = self._engine_progress.worker_overdue_s if child.role == "worker" else \
                 self._progress[child].overdue_s
             overdue = watched() if child.is_ready and child.failure is None else 0.0
+            overdue -= self._starved[child].seconds(self._progress[child].counter, child.pid)
             if overdue > 0 and not child.has_ended():
                 child.failure = Failure(f"{child.name} (pid {child.pid}) hangs: it is {overdue:.1f} s over the time in "
                                         "which it had to make progress")

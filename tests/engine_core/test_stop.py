@@ -48,7 +48,7 @@ ROW = st.tuples(st.integers(0, 9), st.integers(1, 12), st.integers(0, 12), st.in
                 st.frozensets(st.integers(0, 9), max_size=2))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=6), st.booleans())
 def test_the_vectorised_rule_equals_the_rule_of_one(rows_drawn, as_index):
     checker = StopChecker([EOS], 10)

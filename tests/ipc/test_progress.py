@@ -1,56 +1,59 @@
-"""Who is late, from the files in which processes write their progress."""
+"""Being late for want of a core is not hanging."""
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
 from ipc import progress
-from ipc.progress import PLANS, EngineProgress, Progress
+from ipc.progress import Starvation, run_queue_ns
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(progress.time, "monotonic_ns", lambda: int(now[0] * 1e9))
-    return now
+def test_time_without_a_core_counts_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued = [5_000_000_000]
+    monkeypatch.setattr(progress, "run_queue_ns", lambda pid: queued[0])
+    starved = Starvation()
+    assert starved.seconds(1, 42) == 0.0
+    queued[0] += 3_000_000_000
+    assert starved.seconds(1, 42) == 3.0
+    assert starved.seconds(2, 42) == 0.0
+    queued[0] += 1_000_000_000
+    assert starved.seconds(2, 42) == 1.0
 
 
-def test_a_worker_that_was_stopped_in_its_wait_is_late_when_the_core_waits_for_it(tmp_path: Path,
-                                                                                 clock: list[float]) -> None:
-    engine = EngineProgress(str(tmp_path))
-    core, worker, plans = (Progress(str(tmp_path), name) for name in ("engine_core-0", "worker-0", PLANS))
-    early = EngineProgress(str(tmp_path))
-    core.working()
-    worker.waiting()
-    plans.working()
-    clock[0] += 4.5
-    core.working()
-    assert engine.silent(0.0) == early.silent(1.0) == ""            # it may be for a moment only
-    clock[0] += 0.45
-    assert engine.silent(0.0) == "" and early.silent(1.0) == "the worker makes no progress"
-    clock[0] += 0.55
-    assert engine.worker_overdue_s() == pytest.approx(0.5)
-    worker.waiting()                                                # it moved: an answer is on its way
-    assert engine.worker_overdue_s() == 0.0
-    plans.waiting()
-    clock[0] += 100
-    assert engine.worker_overdue_s() == 0.0
-    engine.close()
-    early.close()
+def python(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code])
 
 
-def test_a_slow_step_has_the_time_it_was_predicted_to_take(tmp_path: Path, clock: list[float]) -> None:
-    engine = EngineProgress(str(tmp_path))
-    core, worker, plans = (Progress(str(tmp_path), name) for name in ("engine_core-0", "worker-0", PLANS))
-    worker.working(3.0)
-    plans.working()
-    clock[0] += 29
-    core.working()
-    assert engine.silent(0.0) == ""
-    clock[0] += 2
-    assert engine.silent(0.0) == "the worker makes no progress"
-    clock[0] += 5
-    assert engine.silent(0.0) == "the engine core makes no progress"
-    engine.close()
+def test_the_kernel_tells_how_long_a_process_waited_for_its_core() -> None:
+    assert run_queue_ns(1 << 30) == 0
+    core = min(os.sched_getaffinity(0))
+    rivals = [python(f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass") for _ in range(2)]
+    try:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not all(run_queue_ns(r.pid) > 300_000_000 for r in rivals):
+            time.sleep(0.1)
+        assert all(run_queue_ns(r.pid) > 300_000_000 for r in rivals)
+    finally:
+        for rival in rivals:
+            rival.kill()
+            rival.wait()
+
+
+def test_a_stopped_process_waits_for_no_core() -> None:
+    """SIGSTOP takes it off the queue: it is found to hang as before."""
+    child = python("import time; time.sleep(60)")
+    try:
+        time.sleep(0.5)
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(0.3)
+        before = run_queue_ns(child.pid)
+        time.sleep(0.3)
+        assert run_queue_ns(child.pid) == before
+    finally:
+        child.kill()
+        child.wait()

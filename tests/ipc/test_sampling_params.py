@@ -112,7 +112,7 @@ JSON = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(m
                  st.dictionaries(st.text(max_size=2), st.integers(), max_size=1))
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
 def test_whatever_the_values_the_answer_is_parameters_or_a_refusal(values):
     try:
