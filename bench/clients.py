@@ -17,9 +17,11 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from bench.stats import print_json
+from bench.tiny_model import write_tiny_model
 from ipc.child import ROOT
 
 SCRIPTS = os.path.join(ROOT, "bench", "client_scripts")
@@ -151,7 +153,6 @@ def main(argv: list[str] | None = None) -> int:
                         help=", ".join(CLIENTS))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--url", help="a running server; default: one is started")
-    parser.add_argument("--weights", default="-", help="Hugging Face folder of the served weights, for lm-eval")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH",
                         help="interpreter of one client; repeatable")
     parser.add_argument("--node", default="node")
@@ -167,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
                         tokenizer], check=True, capture_output=True)
 
         def run_all(url: str) -> None:
-            target = Target(url, served_name(url), tokenizer, args.weights, folder)
+            target = Target(url, served_name(url), tokenizer, "-", folder)
             for client in args.only:
                 is_node = CLIENTS[client].program == "node"
                 program = args.node if is_node else programs.get(client, sys.executable)
@@ -180,8 +181,19 @@ def main(argv: list[str] | None = None) -> int:
         else:
             with Server(args.model, args.server_option, folder) as url:
                 run_all(url)
+            if "lm-eval" in args.only and results["lm-eval"].startswith("ok"):
+                results["lm-eval exact"] = run_exact(programs.get("lm-eval", sys.executable), folder)
+                print(f"lm-eval exact  {results['lm-eval exact']}", flush=True)
     print_json(results)
     return int(any(result.startswith("failed") for result in results.values()))
+
+
+def run_exact(program: str, folder: str) -> str:
+    """lm-eval on the tiny model in float32, its log-likelihoods against transformers' on the same weights."""
+    weights = write_tiny_model(Path(folder) / "weights")
+    options = ["--dtype", "float32", "--attention-backend", "reference", "--num-gpu-blocks-override", "512"]
+    with Server(weights, options, folder) as url:
+        return run_client("lm-eval", program, Target(url, served_name(url), weights, weights, folder), [])
 
 
 def served_name(url: str) -> str:

@@ -21,6 +21,7 @@ from frontend.openai.generation import (
     collect_answer,
     make_head,
     stream_answer,
+    truncated,
 )
 from frontend.openai.limits import check_choices
 from frontend.openai.logprobs import ChatLogprobs, ChoiceLogprobs, encode_logprobs
@@ -47,7 +48,8 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
     tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls is not False, engine.tool_format)
     if tools is not None:
         params = with_tools(params, tools)
-    prompt = await _render(engine, request, body_bytes, tools)
+    prompt = truncated(await _render(engine, request, body_bytes, tools), request.truncate_prompt_tokens, engine,
+                       params.max_tokens)
     parts_of = _parts(engine, request, params, tools, prompt)
     if params.max_tokens is None:
         room = engine.default_max_tokens(len(prompt) // 4)

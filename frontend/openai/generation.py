@@ -24,7 +24,7 @@ from frontend.openai.exchange import Exchange
 from frontend.openai.protocol import GenerationRequest
 from frontend.outputs import FINISH_ABORT, FINISH_ERROR, CompletionOutput, RequestMetrics, RequestOutput
 from frontend.request_log import parts
-from ipc.errors import EngineDeadError, ModelNotFoundError, RequestFailedError
+from ipc.errors import EngineDeadError, ModelNotFoundError, RequestError, RequestFailedError
 
 OutputStream = AsyncGenerator[RequestOutput, None]
 LogprobsOf = Callable[[int, CompletionOutput], bytes]   # (choice of the answer, its new tokens) -> JSON
@@ -63,6 +63,19 @@ def check_model(engine: EngineLike, name: str | None) -> None:
     if name and name != engine.served_model_name:
         raise ModelNotFoundError(f"model {name[:200]!r} is not served here; this server has "
                                  f"{engine.served_model_name!r} (GET /v1/models)", "model")
+
+
+def truncated(prompt: bytes, limit: int | None, engine: EngineLike, max_tokens: int | None) -> bytes:
+    """The last `limit` tokens of a prompt in int32 bytes; -1: as many as leave room for max_tokens.
+
+    Raises RequestError.
+    """
+    if limit is None:
+        return prompt
+    if limit != -1 and not 1 <= limit <= engine.max_model_len:
+        raise RequestError(f"truncate_prompt_tokens is {limit}; allowed are 1 to {engine.max_model_len}, and -1: as "
+                           "many as fit", "truncate_prompt_tokens")
+    return prompt[-4 * (max(1, engine.max_model_len - (max_tokens or 1)) if limit == -1 else limit):]
 
 
 class UsageCounter:

@@ -60,6 +60,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: int | None = None   # only so many last tokens of a prompt are used; -1: as many as fit
     priority: int | None = None                 # lower runs first
     cache_salt: str | None = None               # requests with different ones share no cached blocks
     request_id: str | None = None               # as the header x-request-id, which wins
@@ -150,7 +151,6 @@ NEUTRAL_VALUES: NeutralValues = {
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }

@@ -296,3 +296,22 @@ def test_small_routes_answer() -> None:
     assert version.json() == {"version": "1.2.3"}
     assert model.json()["id"] == MODEL and model.json()["max_model_len"] == 64
     assert [response.status_code for response in states] == [200, 200, 200]
+
+
+def test_a_prompt_may_be_cut_from_the_left() -> None:
+    llm = FakeLLM()
+    app = build_app(llm)
+    long = {"prompt": "abcdefgh" * 20, "max_tokens": 4, "seed": 1}
+
+    async def run() -> None:
+        assert (await post(app, "/v1/completions", long)).status_code == 400
+        for limit, expected in ((3, "fgh"), (-1, ("abcdefgh" * 20)[-60:]), (64, None), (65, None), (0, None)):
+            response = await post(app, "/v1/completions", {**long, "truncate_prompt_tokens": limit})
+            if expected is None:                # 64 tokens leave no room for an answer, the others are out of range
+                assert response.status_code == 400
+            else:
+                assert response.status_code == 200 and response.json()["usage"]["prompt_tokens"] == len(expected)
+                assert llm.tokenizer.decode(array("i", llm.calls[-1]["prompt"])) == expected
+        body = {"messages": [{"role": "user", "content": "x" * 100}], "max_tokens": 4, "truncate_prompt_tokens": 5}
+        assert (await post(app, "/v1/chat/completions", body)).json()["usage"]["prompt_tokens"] == 5
+    asyncio.run(run())

@@ -64,7 +64,7 @@ def test_a_missing_field_is_named() -> None:
 @pytest.mark.parametrize("fields", [
     {"top_logprobs": 5},
     {"echo": True}, {"suffix": "x"}, {"best_of": 2}, {"prompt_logprobs": 0}, {"use_beam_search": True},
-    {"chat_template": "{{ x }}"}, {"reasoning_effort": "low"}, {"truncate_prompt_tokens": 5}])
+    {"chat_template": "{{ x }}"}, {"reasoning_effort": "low"}])
 def test_a_documented_field_that_is_not_supported_is_refused_by_name(fields: dict[str, Any]) -> None:
     name = next(iter(fields))
     error = error_of(chat(fields), 400)
