@@ -158,6 +158,12 @@ def test_what_a_worker_runs_is_chosen_with_its_reason(tmp_path: Path, monkeypatc
         assert build.choose(process, device)[0] is None
     with pytest.raises(ConfigError, match="--quantization fp8 is for GPUs; on this CPU use int8 or int4"):
         build.choose(make_process(files, quantization="fp8"), "cpu")
+    assert build.choose(make_process(files, dtype="float16"), "cpu") == (None, "--dtype float16 is computed by torch")
+    for process, device in ((make_process(files, batch_invariant=True, dtype="float16"), "cpu"),
+                            (make_process(files, backend="reference", batch_invariant=True), "cpu"),
+                            (make_process(files, batch_invariant=True), "cuda")):
+        with pytest.raises(ConfigError, match="--batch-invariant needs the compiled CPU kernels"):
+            build.choose(process, device)
     monkeypatch.setattr(features, "missing", lambda: "the package numba is not installed")
     assert build.choose(make_process(files), "cpu") == (None, "the package numba is not installed")
     for wanted in (dict(quantization="int8"), dict(batch_invariant=True), dict(backend="jit")):

@@ -49,7 +49,7 @@ def choose(config: WorkerProcess, device: str) -> tuple[Choice | None, str]:
     if refused is not None:
         is_narrow = section.quantization not in ("auto", "none") and not _quantizes_in_torch(config, device)
         for flag, given in ((f"--quantization {section.quantization}", is_narrow),
-                            ("--batch-invariant", section.batch_invariant and config.attention_backend != "reference"),
+                            ("--batch-invariant", section.batch_invariant),
                             ("--attention-backend jit", config.attention_backend == "jit")):
             if given:
                 raise ConfigError(f"{flag} needs the compiled CPU kernels, which do not run here: {refused}")
@@ -61,8 +61,6 @@ def choose(config: WorkerProcess, device: str) -> tuple[Choice | None, str]:
     if weights == "auto":
         # Exact: the kernels read bfloat16 weights and compute in float32, which this processor does fastest.
         weights = "bfloat16" if section.files.config.dtype == "bfloat16" and section.files.kind != "gguf" else "float32"
-    if weights == "float16":
-        return None, "--dtype float16 is computed by torch"
     wide = mode == "none" and section.dtype != "bfloat16"
     kv = config.cache.kv_cache_dtype
     if kv == "auto":
@@ -86,6 +84,8 @@ def _refusal(config: WorkerProcess, device: str) -> str | None:
         return f"--attention-backend {config.attention_backend} was asked for"
     if config.cuda_graphs == "static":
         return "--cuda-graphs static was asked for, which pads the torch model's steps"
+    if config.model.dtype == "float16":
+        return "--dtype float16 is computed by torch"
     missing = features.missing()
     if missing is not None:
         return missing
