@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if min(args.core, args.worker, args.stop, args.host) < 0:
-        parser.error("counts must not be below 0")
+        parser.error("--core, --worker, --stop and --host must not be below 0")
     with tempfile.TemporaryDirectory(prefix="tf") as folder, contextlib.suppress(KeyboardInterrupt):
         return asyncio.run(run(args, folder))
     return 130

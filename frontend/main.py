@@ -27,8 +27,11 @@ from ipc.lifeline import ChildLife
 from ipc.messages import ConfigFrontend, PeerDown, PeerUp, Shutdown
 from ipc.process import configure_logging
 from ipc.progress import Progress
+from ipc.system import allow_descriptors
 
 logger = logging.getLogger("frontend")
+
+OWN_DESCRIPTORS = 128                           # sockets, pipes and files besides connections
 
 
 async def serve(config: FrontendProcess, life: ChildLife) -> None:
@@ -69,6 +72,10 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     for news in peers:
         llm.on_peer(news)
     section = config.frontend
+    allowed = allow_descriptors(section.max_connections + OWN_DESCRIPTORS)
+    if allowed < section.max_connections + OWN_DESCRIPTORS:
+        logger.warning("%d open files are allowed, so fewer than --max-connections %d; raise ulimit -n", allowed,
+                       section.max_connections)
     metrics = Metrics(llm.served_model_name, config.frontend.metrics_prefix)
     llm.observers.append(metrics.observe)
     tracer = None

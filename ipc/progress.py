@@ -103,11 +103,12 @@ class EngineProgress:
 
     def worker_overdue_s(self, early_s: float = 0.0) -> float:
         """A worker that says it waits, while the core has long waited for its answer, may have been stopped in its
-        wait. It counts when it stays so for a moment: the answer to a slow step may just be on its way."""
+        wait. It counts when it stays so for a moment: the answer to a slow step may just be on its way. A core that
+        is silent itself blames nobody."""
         if not self.worker.is_waiting:
             return self.worker.overdue_s(early_s)
         overdue_s, counter, now = self.plans.overdue_s(early_s), self.worker.counter, time.monotonic()
-        if counter != self._still[0] or not overdue_s:
+        if counter != self._still[0] or not overdue_s or self.core.overdue_s(MIN_SILENCE_S / 2) > 0:
             self._still = counter, now
         return overdue_s if now - self._still[1] >= STILL_S else 0.0
 
