@@ -14,7 +14,7 @@ import struct
 import time
 
 from bench.fuzz import tiny_server
-from bench.soak import rss_mb, usage_when_idle
+from bench.soak import NO_RING, rss_mb, usage_when_idle
 from bench.stats import print_json
 
 CLIENTS = 32
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.count < CLIENTS or args.warm_up < CLIENTS:
         parser.error(f"--count and --warm-up must be at least {CLIENTS}")
     with tiny_server("--num-gpu-blocks-override", "512", "--attention-backend", "cpu", "--num-threads", "1",
-                     "--log-level", "error") as (server, _):
+                     "--log-level", "error", *NO_RING) as (server, _):
         asyncio.run(disconnects(server.port, args.warm_up, args.seed + 1))
         asyncio.run(usage_when_idle(server.port))
         before = {name: rss_mb(pid) for name, pid in server.pids.items()}

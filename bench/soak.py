@@ -26,6 +26,7 @@ from bench.stats import percentile, print_json
 MAX_SLOPE_MB = 1.0  # per 100,000 requests
 JUDGED_REQUESTS = 100_000
 WARM_UP = 0.25  # share of the run that no figure counts
+NO_RING = ("--no-flight-recorder",)  # its ring is bounded, but fills for so long that growth could not be told apart
 FDS_SLACK = 8  # connections that are just opening or closing
 
 
@@ -179,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.hours <= 0 or args.requests < 0 or args.clients < 1:
         parser.error("--hours must be above 0, --requests not below 0, --clients at least 1")
     with tiny_server("--num-gpu-blocks-override", "512", "--attention-backend", "cpu", "--num-threads",
-                     "1", "--log-level", "error") as (server, _):
+                     "1", "--log-level", "error", *NO_RING) as (server, _):
         soak = Soak(server.port, server.pids, args)
         asyncio.run(soak.run())
         result = soak.report()

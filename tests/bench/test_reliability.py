@@ -1,4 +1,4 @@
-"""Short forms of the benches that kill, cut, hold and guess. Their figures are for full runs; here the findings count."""
+"""Short forms of the benches that kill, cut, hold and guess. Figures are for full runs; here the findings count."""
 from __future__ import annotations
 
 import json
