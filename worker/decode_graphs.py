@@ -36,13 +36,19 @@ class Replayable(Protocol):
 Forward = Callable[[Batch], Tensor]
 
 
-def resolve_mode(option: str, device: str) -> tuple[str, str]:
-    """(mode, reason); `auto` on a CPU is off. Raises ValueError for `on` where there is nothing to capture."""
-    is_cuda = torch.device(device).type == "cuda"
+def resolve_mode(option: str, device: str, backend: str) -> tuple[str, str]:
+    """(mode, reason); `auto` is off on a CPU, and with a backend that plans a step on the host: what such a step
+    launches cannot be replayed. Raises ValueError for `on` where there is nothing to capture."""
+    is_cuda, can_capture = torch.device(device).type == "cuda", backend == "triton"
     if option == "auto":
-        return ("auto", "captured while idle, from the largest") if is_cuda else ("off", "there are none on a CPU")
+        if is_cuda and can_capture:
+            return "auto", "captured while idle, from the largest"
+        return "off", f"the {backend} backend cannot be captured" if is_cuda else "there are none on a CPU"
     if option == "on" and not is_cuda:
         raise ValueError("--cuda-graphs on needs a CUDA device; use static for the same padded steps on a CPU, or auto")
+    if option == "on" and not can_capture:
+        raise ValueError(f"--cuda-graphs on: the {backend} backend cannot be captured; use --attention-backend triton, "
+                         "or auto")
     return option, "as asked"
 
 

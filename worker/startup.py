@@ -271,7 +271,7 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
         logger.info("swap space of %d blocks; one out and back takes %d us", num_host_blocks, swap_block_ns // 1000)
     starting.end(text)
     try:
-        graphs, reason = resolve_mode(config.cuda_graphs, device)
+        graphs, reason = resolve_mode(config.cuda_graphs, device, backend_name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     is_resident = backend_name == "triton"

@@ -61,3 +61,19 @@ def test_weights_are_narrow_in_the_torch_model_too(
     tokens, full = asyncio.run(run()), engine.loop.run(finish(engine.llm, 1)).outputs[0].token_ids
     assert len(tokens) == len(full)
     assert tokens[:2] == full[:2] or kind == "int4"
+
+
+def test_padded_static_steps_through_the_processes_give_the_same_tokens(
+    tiny_model: str, engine: RunningEngine, temp: str
+) -> None:
+    """Batches made on the device, decodes padded, in the worker's own loop."""
+    async def run() -> list[list[int]]:
+        async with AsyncLLM(tiny_model, num_gpu_blocks_override=64, attention_backend="cpu", device="cpu",
+                            cuda_graphs="static", max_num_batched_tokens=24, num_threads=1) as llm:
+            results = await asyncio.gather(*(finish(llm, index) for index in REQUESTS))
+            return [result.outputs[0].token_ids for result in results]
+
+    async def alone() -> list[list[int]]:
+        return [(await finish(engine.llm, index)).outputs[0].token_ids for index in REQUESTS]
+
+    assert asyncio.run(run()) == engine.loop.run(alone())

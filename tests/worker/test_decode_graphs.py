@@ -24,11 +24,14 @@ def test_the_ladder_holds_every_batch_with_little_padding(largest):
         assert n <= 8 and padded < 2 * n or padded - n < max(8, n / 4) or n <= 3
 
 
-def test_modes_are_resolved_by_device():
-    assert resolve_mode("auto", "cpu")[0] == "off" and resolve_mode("auto", "cuda:1")[0] == "auto"
-    assert resolve_mode("static", "cpu")[0] == "static" and resolve_mode("off", "cuda")[0] == "off"
+def test_modes_are_resolved_by_device_and_backend():
+    assert resolve_mode("auto", "cpu", "cpu")[0] == "off" and resolve_mode("auto", "cuda:1", "triton")[0] == "auto"
+    assert resolve_mode("auto", "cuda", "reference") == ("off", "the reference backend cannot be captured")
+    assert resolve_mode("static", "cpu", "cpu")[0] == "static" and resolve_mode("off", "cuda", "triton")[0] == "off"
     with pytest.raises(ValueError, match="--cuda-graphs on needs a CUDA device; use static"):
-        resolve_mode("on", "cpu")
+        resolve_mode("on", "cpu", "triton")
+    with pytest.raises(ValueError, match="the reference backend cannot be captured; use --attention-backend triton"):
+        resolve_mode("on", "cuda", "reference")
 
 
 def make(mode: str, seats: int = 9) -> tuple[DecodeGraphs, list[int]]:
