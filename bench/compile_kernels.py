@@ -203,13 +203,15 @@ def experts_case(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> Case:
 
 
 def linear_case(num_rows: int, kind: str, dtype: torch.dtype = torch.bfloat16) -> Case:
-    """The widest projection of Qwen3-8B with narrow weights."""
+    """The widest projection of Qwen3-8B with narrow weights, and a narrow one whose inputs are split."""
 
     def launch(capability: int) -> None:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            weight = quantize(torch.empty((24576, 4096), dtype=torch.float16), kind)
-        codes, scales = (torch.empty(t.shape, dtype=t.dtype) for t in weight[1:3])
-        quant_linear(torch.zeros((num_rows, 4096), dtype=dtype), weight._replace(codes=codes, scales=scales))
+        x = torch.zeros((num_rows, 4096), dtype=dtype)
+        for num_out in (24576, 256):
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                weight = quantize(torch.empty((num_out, 4096), dtype=torch.float16), kind)
+            codes, scales = (torch.empty(t.shape, dtype=t.dtype) for t in weight[1:3])
+            quant_linear(x, weight._replace(codes=codes, scales=scales))
 
     return launch
 

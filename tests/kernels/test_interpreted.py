@@ -16,12 +16,16 @@ ROOT = Path(__file__).parents[2]
 QUIET = ["-W", "ignore::RuntimeWarning", "-W", "ignore::DeprecationWarning"]
 
 
-def test_every_kernel_equals_its_torch_reference_in_the_interpreter() -> None:
+FILES = sorted(path.name for path in (ROOT / "tests/kernels/interpreted").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kernel_equals_its_torch_reference_in_the_interpreter(name: str) -> None:
     command = [
         sys.executable,
         "-m",
         "pytest",
-        "tests/kernels/interpreted",
+        f"tests/kernels/interpreted/{name}",
         "--confcutdir=tests/kernels",
         "-p",
         "no:cacheprovider",
