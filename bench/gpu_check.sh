@@ -66,7 +66,7 @@ if [ -n "$dry" ]; then
 fi
 step kernels 240 "$python" -W ignore -m bench.gpu_kernels $dry --seconds 100 --json "$out/kernels.json"
 step engine 240 "$python" -W ignore -m bench.gpu_engine $dry --seconds 150 --json "$out/engine.json"
-step transformers 150 "$python" -W ignore -m bench.gpu_transformers $dry --against "$out/engine.json" \
+step transformers "$([ -n "$dry" ] && echo 400 || echo 120)" "$python" -W ignore -m bench.gpu_transformers $dry --against "$out/engine.json" \
     --json "$out/transformers.json"
 # Recompute, swap and auto through the three processes, cache on and off: total time and p99 TPOT.
 if [ -n "$dry" ]; then
