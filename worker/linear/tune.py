@@ -3,7 +3,8 @@
     python launch.py tune [--width K] [--outputs N] [--threads T] [--quick]
 
 Takes half a minute, once per machine and version; without it the defaults run. Prints, for each format and number of
-rows, the time of each variant and of torch's own float32 matmul on the same shape, and a JSON object last.
+rows, the time of each variant and of torch's own float32 matmul on the same shape; for each format its accuracy, which
+is the same for all its variants; and a JSON object last.
 """
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 from worker.jit import features
 from worker.linear import table
 from worker.linear.formats import BFLOAT16, FLOAT32, INT4, INT4_MIN, INT8, KIND_NAMES, PackedWeight
-from worker.linear.pack import pack_bfloat16, pack_float32, pack_gguf, quantize_int4, quantize_int8
+from worker.linear.pack import (pack_bfloat16, pack_float32, pack_gguf, quantize_int4, quantize_int8,
+                                unpack)
 
 CLASS_ROWS = (8, 32, 128, 256)                  # rows measured for each class of the table
 MARGIN = 0.03                                   # by which a variant must be faster than the default
@@ -63,6 +65,13 @@ def choose(times: dict[int, float], default: int) -> int:
     return fastest if times[fastest] < (1 - MARGIN) * times[default] else default
 
 
+def relative_error(weight: PackedWeight, y: torch.Tensor, x: torch.Tensor) -> float:
+    """Of products y [M, num_out] against x times the weight in float64, root mean square over root mean square: what
+    the format's rounding of activations, and the order of its sums, cost."""
+    exact = x.double() @ torch.from_numpy(unpack(weight)).double().T
+    return float((y.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
 def measure(num_out: int, num_k: int, threads: int, repeats: int) -> tuple[dict[int, tuple[int, ...]], dict[str, Any]]:
     """(rows per tile by format and class, all times in ms)."""
     from worker.jit import matmul as mm
@@ -98,6 +107,8 @@ def measure(num_out: int, num_k: int, threads: int, repeats: int) -> tuple[dict[
             if rows > 1:
                 chosen.append(choose(times, table.variants(kind)[-1]))
         best[kind] = tuple(chosen)
+        x = torch.randn(8, num_k)
+        figures[KIND_NAMES[kind]]["relative error"] = relative_error(layer.weights[0], kernel(x), x)
     return best, figures
 
 
@@ -117,6 +128,9 @@ def main(argv: list[str]) -> int:
     best, figures = measure(args.outputs, args.width, args.threads or usable_cores(), 10 if args.quick else 60)
     for name, by_rows in figures.items():
         for rows, value in by_rows.items():
+            if rows == "relative error":
+                print(f"  {name:14} products within {value:.1e} of exact ones with the same weights (rms)")
+                continue
             shown = f"{value:.3f} ms" if isinstance(value, float) else ", ".join(
                 f"{ms:.3f} ms at {variant} rows a tile" for variant, ms in value.items())
             print(f"  {name:14} {rows:4} rows: {shown}")
