@@ -14,6 +14,8 @@ FLOAT_OURS, FLOAT_PEERS = "threefold-f32", ("vllm-f32", "vllm-f32-compiled", "ll
 TITLES = {"c1": "c1: 256 in, 128 out, one at a time", "c8": "c8: eight at once", "c32": "c32: 32 at once",
           "prefill": "prefill only, 8 x 256: input tok/s", "shared": "16 requests, shared 192-token prefix",
           "shape c1": "Qwen3-0.6B shape, random weights: decode, one", "shape c8": "the same, eight at once"}
+CHART_TITLES = {"c1": "1 request", "c8": "8 at once", "c32": "32 at once", "prefill": "prefill, input tokens",
+                "shared": "16, shared prefix"}
 # row: (least ratio to the best peer, ratio aimed at); for c1 the best peer of like accuracy, and never below any.
 RATIOS = {"c1": (1.5, 2.5), "c8": (2.0, 3.5), "c32": (2.5, 4.0), "prefill": (1.5, 3.0), "shared": (2.0, 4.0),
           "shape c1": (2.0, 3.0), "shape c8": (2.5, 5.0)}
@@ -75,26 +77,34 @@ def _claim(row: str, mine: tuple[str, float], other: tuple[str, float] | None, m
     return Claim(row, mine[0], other[0] if other else "", mine[1] / other[1] if other else None, must, aim)
 
 
-def figure_rows(result: dict[str, Any]) -> list[list[str]]:
+def ours_first(result: dict[str, Any]) -> list[str]:
+    return sorted(result["peers"], key=lambda name: result["peers"][name]["engine"] != OURS)
+
+
+def figure_rows(result: dict[str, Any], names: list[str]) -> list[list[str]]:
     """Title and one cell a peer; decode tok/s in brackets where it is known and differs from the figure."""
     rows = []
     for row, title in TITLES.items():
         cells = []
-        for name, peer in result["peers"].items():
-            figure, decode = value(result, name, row), peer["rows"].get(row, {}).get("decode")
+        for name in names:
+            figure, decode = value(result, name, row), result["peers"][name]["rows"].get(row, {}).get("decode")
             shown = "" if figure is None else f"{figure:.0f}" if figure >= 20 else f"{figure:.1f}"
             cells.append(shown + (f" ({median(decode):.0f})" if decode and not row.startswith("shape") else ""))
         if any(cells):
             rows.append([title, *cells])
     for key, title in LIMIT_TITLES.items():
         rows.append([title, *(f"{peer[key]:.1f}" if key.endswith("_s") else f"{peer[key]:.0f}"
-                              for peer in result["peers"].values())])
+                              for peer in map(result["peers"].get, names))])
     return rows
 
 
 def markdown_tables(result: dict[str, Any]) -> list[str]:
-    head = ["output tok/s (decode)", *(f"{name}" for name in result["peers"])]
-    lines = [_line(head), _line(["---"] * len(head)), *(_line(cells) for cells in figure_rows(result)), ""]
+    lines = []
+    for is_shape in (False, True):
+        names = [name for name in ours_first(result) if ("shape" in name) == is_shape]
+        if names:
+            head = ["decode tok/s" if is_shape else "output tok/s (decode)", *names]
+            lines += [_line(head), _line(["---"] * len(head)), *map(_line, figure_rows(result, names)), ""]
     lines += [_line(["row", "ours", "best peer", "ratio", "must", "aim", "reached"]), _line(["---"] * 7)]
     for claim in claims(result):
         ratio = "" if claim.ratio is None else f"{claim.ratio:.2f}"
@@ -140,14 +150,14 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    rows = [row for row in ("c1", "c8", "c32", "prefill", "shared") if best(result, row, list(result["peers"]))]
+    rows = [row for row in CHART_TITLES if best(result, row, list(result["peers"]))]
     figure, panels = pyplot.subplots(1, len(rows), figsize=(3.0 * len(rows), 4.2), layout="constrained", squeeze=False)
     for panel, row in zip(panels[0], rows, strict=True):
-        bars = [(name, figure_) for name in result["peers"] if (figure_ := value(result, name, row)) is not None]
+        bars = [(name, figure_) for name in ours_first(result) if (figure_ := value(result, name, row)) is not None]
         colours = ["tab:blue" if result["peers"][name]["engine"] == OURS else "silver" for name, _ in bars]
         panel.barh([name for name, _ in bars], [bar for _, bar in bars], color=colours)
         panel.invert_yaxis()
-        panel.set_title(TITLES[row].split(":")[0], fontsize=10)
+        panel.set_title(CHART_TITLES[row], fontsize=10)
         panel.tick_params(labelsize=8)
         for at, (_, bar) in enumerate(bars):
             panel.text(bar, at, f" {bar:.0f}", va="center", fontsize=8)
