@@ -170,15 +170,12 @@ def measure(bench: Bench, args: argparse.Namespace, limits: dict[str, Any]) -> d
     return result
 
 
-def served(model: Any, backend: Any, dtype: torch.dtype, steps: dict[str, Any], limits: dict[str, Any],
+def served(model: JitModel, backend: Any, dtype: torch.dtype, steps: dict[str, Any], limits: dict[str, Any],
            args: argparse.Namespace) -> dict[str, Any]:
     """The five loads. `steps`: what `measure` found, whose stages share out the time of the layers."""
-    costs = bounds = None
-    stages: dict[str, dict[str, float]] = {}
-    if isinstance(model, JitModel):
-        costs = Costs.of(model, dtype.itemsize)
-        bounds = Limits(limits["bytes_s"], limits["ops_s"][model.layers[0]["qkv"].weights[0].kind])
-        stages = {key: steps[case]["stages_ms"] for key, case in zip(("1", "8", "32", "prompt"), STEPS)}
+    costs = Costs.of(model, dtype.itemsize)
+    bounds = Limits(limits["bytes_s"], limits["ops_s"][model.layers[0]["qkv"].weights[0].kind])
+    stages = {key: steps[case]["stages_ms"] for key, case in zip(("1", "8", "32", "prompt"), STEPS)}
     return measure_rows(Rig(model, backend, dtype), costs, bounds, 1 if args.quick else 3, stages)
 
 
@@ -214,7 +211,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quantization", nargs="+", default=["auto", "int8", "none"], choices=tuple(GGUF_MODES))
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True, help="the torch model, too")
-    parser.add_argument("--loads", action=argparse.BooleanOptionalAction, default=True, help="the five loads, too")
+    parser.add_argument("--loads", action=argparse.BooleanOptionalAction, default=True,
+                        help="the five loads, on compiled routes")
     parser.add_argument("--growth", action="store_true", help="step time against context and rows, first route")
     parser.add_argument("--kv", action="store_true", help="pools of float32, bfloat16, int8 and fp8, first route")
     parser.add_argument("--accuracy", action="store_true", help="divergence from float32 over 2,000 tokens of text")
@@ -257,7 +255,7 @@ def main(argv: list[str]) -> int:
         if isinstance(model, JitModel):
             entry["weights"] = describe(model.linears)
             print(f"{name}: {entry['weights']}")
-        if args.loads:
+        if args.loads and isinstance(model, JitModel):
             entry.update(served(model, backend, dtype, entry, limits, args))
         for case in (case for case in (*STEPS, *LOADS) if case in entry):
             figures = {key: value for key, value in entry[case].items() if key != "stages_ms"}
