@@ -190,7 +190,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_exact(program: str, folder: str) -> str:
     """lm-eval on the tiny model in float32, its log-likelihoods against transformers' on the same weights."""
-    weights = write_tiny_model(Path(folder) / "weights")
+    place = Path(folder) / "weights"
+    place.mkdir()
+    weights = write_tiny_model(place)
     options = ["--dtype", "float32", "--attention-backend", "reference", "--num-gpu-blocks-override", "512"]
     with Server(weights, options, folder) as url:
         return run_client("lm-eval", program, Target(url, served_name(url), weights, weights, folder), [])

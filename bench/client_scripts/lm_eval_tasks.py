@@ -64,7 +64,7 @@ def main() -> None:
         assert len(ours) == 12 and all(isinstance(answer[0], str) for answer in answers)
         note = ""
         if FOLDER != "-":
-            theirs = run(folder, "toy_choice", "hf", f"pretrained={FOLDER},dtype=float32")
+            theirs = run(folder, "toy_choice", "hf", f"pretrained={FOLDER},dtype=float32", device="cpu")
             gaps = [abs(float(a[0][0]) - float(b[0][0])) for a, b in zip(ours, theirs, strict=True)]
             assert max(gaps) < 1e-3, gaps
             note = f", log-likelihoods within {max(gaps):.1e} of transformers'"
