@@ -74,13 +74,14 @@ class Starvation:
     is far too busy this is why it is late, and ending it would only make more work."""
 
     def __init__(self) -> None:
-        self._counter, self._queued_ns = -1, 0
+        self._last, self._queued_ns = (-1, 0), 0    # progress and process
 
     def seconds(self, counter: int, pid: int) -> float:
-        """`counter`: its progress now. Call often: what counts begins with the first call after a change."""
+        """`counter`: its progress now. Call often: what counts begins with the first call after a change, also of the
+        process: a successor starts with a clock of its own."""
         queued_ns = run_queue_ns(pid)
-        if counter != self._counter:
-            self._counter, self._queued_ns = counter, queued_ns
+        if (counter, pid) != self._last:
+            self._last, self._queued_ns = (counter, pid), queued_ns
         return (queued_ns - self._queued_ns) / 1e9
 
 

@@ -23,6 +23,8 @@ def test_time_without_a_core_counts_from_the_last_progress(monkeypatch: pytest.M
     assert starved.seconds(2, 42) == 0.0
     queued[0] += 1_000_000_000
     assert starved.seconds(2, 42) == 1.0
+    queued[0] = 7                               # a successor, that has not moved either
+    assert starved.seconds(2, 43) == 0.0
 
 
 def python(code: str) -> subprocess.Popen[bytes]:
