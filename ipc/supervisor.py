@@ -234,8 +234,8 @@ class Supervisor:
             watched = self._engine_progress.worker_overdue_s if child.role == "worker" else \
                 self._progress[child].overdue_s
             overdue = watched() if child.is_ready and child.failure is None else 0.0
-            overdue -= self._starved[child].seconds(self._progress[child].counter, child.pid)
-            if overdue > 0 and not child.has_ended():
+            starved = self._starved[child].seconds(self._progress[child].counter, child.pid)
+            if overdue > starved and not child.has_ended():
                 child.failure = Failure(f"{child.name} (pid {child.pid}) hangs: it is {overdue:.1f} s over the time in "
                                         "which it had to make progress")
                 child.signal(signal.SIGKILL)
