@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.hostile_grammars import hostile, sized
 from frontend.grammar_check import GrammarChecker
 from ipc.errors import RequestError
 from ipc.structured_outputs import StructuredOutputs
@@ -79,6 +80,28 @@ def test_hostile_grammars_end_at_most_their_helper():
             assert time.monotonic() - began < 30.0
         await checker.check(StructuredOutputs(regex="fine"))
     run(task)
+
+
+def test_a_hundred_hostile_grammars_of_every_kind_are_each_answered():
+    """The explosive ones are refused; the corpus has no two alike."""
+    forms = hostile()
+    assert len(forms) == 100 == len({json.dumps(form) for _, form in forms})
+    must_refuse = ("unsupported", "brackets", "bounded in bounded", "doubling terminals", "broken", "tags", "no t")
+    refused = set()
+
+    async def task(checker: GrammarChecker) -> None:
+        for name, form in forms:
+            spec = sized(form)
+            try:
+                if isinstance(spec, str):
+                    raise RequestError(spec)
+                await checker.check(spec)
+            except RequestError as error:
+                assert str(error)
+                refused.add(name)
+    run(task)
+    missing = [name for name, _ in forms if name.startswith(must_refuse) and name not in refused]
+    assert not missing and len(refused) >= 45
 
 
 def test_a_helper_that_is_killed_is_replaced():
