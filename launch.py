@@ -135,8 +135,9 @@ def module_command(name: str, argv: list[str]) -> int:
 
 
 def _has_main(path: str) -> bool:
+    """A main that takes arguments: the others are started by a benchmark, in a process of their own."""
     with open(path, encoding="utf-8") as file:
-        return "\ndef main(" in file.read()
+        return "\ndef main(argv" in file.read()
 
 
 def serve(argv: list[str], is_demo: bool = False) -> int:

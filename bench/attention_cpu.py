@@ -1,6 +1,6 @@
 """Time of one attention call per layer on this CPU, `reference` against `cpu`.
 
-    python -m bench.attention_cpu [--threads 2] [--repeats 50]
+    python launch.py bench attention-cpu [--threads 2] [--repeats 50]
 
 Prints a line per shape, and one JSON object last: median milliseconds per layer call, and of planning a step once.
 """
@@ -61,12 +61,13 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
     return round(statistics.median(times) * 1e3, 4)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     """Run all shapes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="launch.py bench attention-cpu", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=50)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     reference, cpu = get_backend("reference"), get_backend("cpu")
     generator = torch.Generator().manual_seed(0)
@@ -87,7 +88,8 @@ def main() -> None:
             }
         print(f"{name:40} {results[name]}")
     print(json.dumps({"benchmark": "attention_cpu", "threads": args.threads, "shapes": results}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

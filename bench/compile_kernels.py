@@ -1,6 +1,6 @@
 """Compiles every kernel for GPUs that are not here, and shows what became of it.
 
-    python -m bench.compile_kernels [--capabilities 80 90 100] [--quick] [--json FILE]
+    python launch.py bench compile-kernels [--capabilities 80 90 100] [--quick] [--json FILE]
 
 The serving code's own launches are compiled: the wrappers run on CPU tensors under a driver that compiles for the named
 chip and starts nothing. So the table shows the very variants a GPU will run: registers, stack (spills), shared memory
@@ -374,14 +374,15 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     """Compile all cases; see the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="launch.py bench compile-kernels", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--quick", action="store_true", help="only the usual shapes")
     parser.add_argument("--only", default="", help="cases whose name contains one of these, comma-separated")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set, which replaces the compiler; unset it")
     rows: list[dict[str, Any]] = []
@@ -402,8 +403,8 @@ def main() -> None:
             {"benchmark": "compile_kernels", "triton": triton.__version__, "compiled": len(rows), "failed": failed}
         )
     )
-    sys.exit(1 if failed else 0)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

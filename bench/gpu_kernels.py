@@ -1,8 +1,8 @@
 """Kernels on the GPU at hand: right on fresh random data, and how close to what the chip can do.
 
-    python -m bench.gpu_kernels [--json FILE] [--seconds 240] [--only TEXT]   checks and figures
-    python -m bench.gpu_kernels --tune                    times candidate tiles for worker/kernels/configs.py
-    TRITON_INTERPRET=1 python -m bench.gpu_kernels --dry  the same code, tiny shapes, no GPU: times mean nothing
+    python launch.py bench gpu-kernels [--json FILE] [--seconds 240] [--only TEXT]   checks and figures
+    python launch.py bench gpu-kernels --tune                    times candidate tiles for worker/kernels/configs.py
+    TRITON_INTERPRET=1 python launch.py bench gpu-kernels --dry the same code, tiny shapes, no GPU: times mean nothing
 
 Ceilings are measured first (a copy, a bf16 matrix product), and every figure is a share of one of them. Checks compare
 with float32 references. Timing: CUDA graph replays of several launches between two events, over several copies of the
@@ -293,15 +293,16 @@ def tune(bench: Bench) -> None:
         triton_paged.attention_config = original
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="launch.py bench gpu-kernels", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=240.0, help="begin nothing new after this time")
     parser.add_argument("--only", default="", help="results whose name contains this; ceilings always run")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--dry", action="store_true", help="tiny shapes in Triton's interpreter")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.dry != is_interpreted():
         parser.error("--dry needs TRITON_INTERPRET=1, and a GPU run must not have it")
     install_if_interpreted()
@@ -327,8 +328,8 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
     print(json.dumps({**result, "rows": len(bench.rows)}))
-    sys.exit(1 if wrong else 0)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,9 +4,9 @@
 
 A real engine with a tiny model, whose worker sleeps a step's time in place of computing it, so that the figure shows
 interference and not two busy cores. Streams run first alone, then while every hostile grammar is sent, one after the
-other; in turns, so that the machine's other work meets both. A grammar that the library can follow is accepted,
-whatever it looks like. Prints the slowest answers and one JSON object last; status 1 if one took more than 2.5 s or
-failed.
+other, then every one that only looks hostile; in turns, so that the machine's other work meets all three. The latter
+may be accepted; of each one token is asked. Prints the slowest answers and one JSON object last; status 1 if a hostile
+one is accepted, or one of either took more than 2.5 s or failed.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.hostile_grammars import hostile, sized
+from bench.hostile_grammars import Form, Named, harmless, hostile, sized
 from bench.tiny_model import write_tiny_model
 from frontend import AsyncLLM, SamplingParams
 from ipc.errors import RequestError
@@ -28,6 +28,7 @@ from ipc.errors import RequestError
 LIMIT_S = 2.5
 MAX_RISE = 0.10
 TURNS = 4
+Answers = dict[str, tuple[float, str]]
 
 
 def sleep_a_step(prompt: np.ndarray, output: np.ndarray, logits: Any) -> None:
@@ -60,7 +61,7 @@ class Streams:
         return gaps
 
 
-async def answer(llm: AsyncLLM, form: dict[str, str]) -> tuple[float, str]:
+async def answer(llm: AsyncLLM, form: Form) -> tuple[float, str]:
     """(seconds, what came): refused, accepted or the failure."""
     began = time.monotonic()
     try:
@@ -77,12 +78,17 @@ async def answer(llm: AsyncLLM, form: dict[str, str]) -> tuple[float, str]:
     return time.monotonic() - began, what
 
 
+async def answer_all(llm: AsyncLLM, forms: list[Named], answers: Answers) -> None:
+    """One after the other."""
+    for name, form in forms:
+        answers[name] = await answer(llm, form)
+
+
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run."""
-    forms = hostile()[:args.count]
-    answers: dict[str, tuple[float, str]] = {}
-    calm: list[float] = []
-    under_fire: list[float] = []
+    lists = {"hostile": hostile()[:args.count], "harmless": harmless()[:args.count]}
+    answers: dict[str, Answers] = {name: {} for name in lists}
+    gaps: dict[str, list[float]] = {"calm": [], **{name: [] for name in lists}}
     with tempfile.TemporaryDirectory() as folder:
         async with AsyncLLM(model=write_tiny_model(Path(folder)), max_num_seqs=args.streams + 4,
                             logits_processor=["sleep=bench.grammars:sleep_a_step"]) as llm:
@@ -90,33 +96,38 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             streams = Streams(llm, args.step_ms)
             tasks = [asyncio.create_task(streams.run(seed)) for seed in range(args.streams)]
             await asyncio.sleep(2.0)
+            streams.is_measured = True
             for turn in range(TURNS):
-                streams.is_measured = True
+                streams.take()
                 await asyncio.sleep(args.seconds / TURNS)
-                calm += streams.take()
-                for name, form in forms[turn::TURNS]:
-                    answers[name] = await answer(llm, form)
-                under_fire += streams.take()
-                streams.is_measured = False
+                gaps["calm"] += streams.take()
+                for name, forms in lists.items():
+                    await answer_all(llm, forms[turn::TURNS], answers[name])
+                    gaps[name] += streams.take()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    return report(answers, calm, under_fire)
+    return report(answers, {name: [1000 * gap for gap in found] for name, found in gaps.items()})
 
 
-def report(answers: dict[str, tuple[float, str]], calm: list[float], under_fire: list[float]) -> dict[str, Any]:
-    """Print the slowest; the figures."""
-    for name, (seconds, what) in sorted(answers.items(), key=lambda item: -item[1][0])[:10]:
-        print(f"{name:40} {seconds:6.2f} s  {what}")
-    outcomes = [what for _, what in answers.values()]
-    slowest = max(seconds for seconds, _ in answers.values())
-    before, during = (1000 * float(np.percentile(gaps, 99)) for gaps in (calm, under_fire))
-    return {"benchmark": "grammars", "num_grammars": len(answers), "num_refused": outcomes.count("refused"),
-            "num_harmless": outcomes.count("accepted"), "slowest_s": round(slowest, 2), "limit_s": LIMIT_S,
-            "num_failed": len(outcomes) - outcomes.count("refused") - outcomes.count("accepted"),
-            "itl_p99_ms_calm": round(before, 2), "itl_p99_ms_under_fire": round(during, 2),
-            "itl_p50_ms": [round(1000 * float(np.median(gaps)), 2) for gaps in (calm, under_fire)],
-            "itl_p99_rise": round(during / before - 1, 3), "max_rise": MAX_RISE}
+def report(answers: dict[str, Answers], gaps_ms: dict[str, list[float]]) -> dict[str, Any]:
+    """Print the slowest, and hostile ones that were accepted; the figures."""
+    p50, p99 = ({name: round(float(np.percentile(found, q)), 2) for name, found in gaps_ms.items()} for q in (50, 99))
+    result: dict[str, Any] = {"benchmark": "grammars", "limit_s": LIMIT_S, "max_rise": MAX_RISE, "itl_p50_ms": p50,
+                              "itl_p99_ms": p99}
+    for kind, found in answers.items():
+        for name, (seconds, what) in sorted(found.items(), key=lambda item: -item[1][0])[:8]:
+            print(f"{kind:8} {name[:50]:50} {seconds:6.2f} s  {what}")
+        outcomes = [what for _, what in found.values()]
+        accepted = [name for name, (_, what) in found.items() if what == "accepted"]
+        result[kind] = {"num": len(found), "num_refused": outcomes.count("refused"), "num_accepted": len(accepted),
+                        "num_failed": len(outcomes) - outcomes.count("refused") - len(accepted),
+                        "slowest_s": round(max(seconds for seconds, _ in found.values()), 2),
+                        "itl_p99_rise": round(p99[kind] / p99["calm"] - 1, 3)}
+        if kind == "hostile":
+            for name in accepted:
+                print(f"ACCEPTED {name}")
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -126,10 +137,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--step-ms", type=int, default=20, help="what a step of the worker takes")
     parser.add_argument("--seconds", type=float, default=30.0, help="of calm, in all")
-    parser.add_argument("--count", type=int, default=1000, help="only so many grammars")
+    parser.add_argument("--count", type=int, default=1000, help="only so many grammars of each list")
     found = asyncio.run(measure(parser.parse_args(argv)))
     print(json.dumps(found))
-    return int(found["slowest_s"] > LIMIT_S or found["num_failed"] > 0)
+    both = [found["hostile"], found["harmless"]]
+    return int(any(kind["slowest_s"] > LIMIT_S or kind["num_failed"] for kind in both) or both[0]["num_accepted"] > 0)
 
 
 if __name__ == "__main__":

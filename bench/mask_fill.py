@@ -24,12 +24,13 @@ from worker.sampling.row_options import RowOptions
 
 VOCAB = 151_936
 EOS = VOCAB - 1
-SCHEMA = {"type": "object", "properties": {
+ENTRY = {"type": "object", "properties": {
     "name": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}},
     "place": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}},
               "required": ["x", "y"], "additionalProperties": False},
     "kind": {"enum": ["red", "green", "blue"]}}, "required": ["name", "tags", "place", "kind"],
     "additionalProperties": False}
+SCHEMA = {"type": "array", "items": ENTRY, "minItems": 100}         # longer than any measurement
 
 
 def vocabulary() -> list[bytes]:
@@ -88,8 +89,8 @@ def measure(grammars: Grammars, count: int, forward_s: float, steps: int) -> dic
     state, rows, draw = make_rows(grammars, count), np.arange(count), np.random.default_rng(1)
     pairs = [(take_step(grammars, state, rows, 0.0, draw)[0], take_step(grammars, state, rows, forward_s, draw)[1])
              for _ in range(steps)]
-    if all(options.grammar.is_done for options in state.options[:count] if options is not None and options.grammar):
-        raise RuntimeError("every row has ended; measure fewer steps")
+    if any(options.grammar.is_done for options in state.options[:count] if options is not None and options.grammar):
+        raise RuntimeError("a row has ended; measure fewer steps")
     alone, waited = np.median(np.array(pairs), axis=0).tolist()
     return {"fill_us": round(1e6 * alone, 1), "fill_us_per_row": round(1e6 * alone / count, 1),
             "waited_us": round(1e6 * waited, 1)}

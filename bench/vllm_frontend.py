@@ -128,7 +128,8 @@ async def wait_for(port: int) -> None:
         await asyncio.sleep(0.5)
 
 
-def main(argv: list[str]) -> int:
+def main() -> int:
+    argv = sys.argv[1:]
     if argv[0] == "--serve":
         serve(argv[1], argv[2])
         return 0
@@ -156,4 +157,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -2,14 +2,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from bench.hostile_grammars import hostile, sized
+from bench.hostile_grammars import harmless, hostile, sized
 from frontend.grammar_check import GrammarChecker
 from ipc.errors import RequestError
 from ipc.structured_outputs import StructuredOutputs
@@ -29,19 +29,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(grammar="nothing of the kind"), ""), (dict(grammar='start: "a'), ""),
     (dict(structural_tag="1"), "structural"),
     (dict(structural_tag='{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}'), "trigger")]
-CLASSES = "".join(f"[{chr(97 + i % 26)}-z{i}]{{1,400}}.*" for i in range(60))
-HOSTILE: list[dict[str, Any]] = [
-    dict(regex="(" + "|".join(f".*{i}.*{i + 1}.*" for i in range(3000)) + ")"),
-    dict(regex="(.*a){1,1000}(.*b){1,1000}(a|b)*a(a|b){900}"), dict(regex=CLASSES),
-    dict(grammar="start: " + " ".join("a" for _ in range(20000)) + '\na: "x" | "y" a'),
-    dict(grammar="\n".join([f"r{i}: r{i + 1} r{i + 1}" for i in range(40)] + ["start: r0", 'r40: "a" | ""'])),
-    dict(json=json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": f"^(.*{i}){{40}}$"}
-                                                           for i in range(1500)}})),
-    dict(json=json.dumps({"enum": [f"{i}" * 40 for i in range(1000)], "minLength": 10})),
-    dict(json=json.dumps({"type": "string", "minLength": 10 ** 9})), dict(regex="(a+)+b"),
-    dict(regex="(a{1,9999}){9999}"), dict(grammar='start: start "a" | start start | "a"'),
-    dict(grammar='root ::= root root | "a"'), dict(json='{"$ref": "#"}'),
-    dict(regex="((a{0,1000}){0,1000}){0,1000}b"), dict(regex=r"\p{L}{1,1000}\p{N}{1,1000}[^\p{L}]{1,1000}x")]
 
 
 def run(task: Callable[[GrammarChecker], Awaitable[None]]) -> None:
@@ -67,27 +54,20 @@ def test_sound_grammars_pass_and_broken_ones_are_refused_with_a_reason():
     run(task)
 
 
-def test_hostile_grammars_end_at_most_their_helper():
-    """Whether the library copes or the helper dies: an answer comes soon, and the next grammar is checked as ever."""
+def test_whatever_a_grammar_does_to_the_helper_the_next_one_is_checked_as_ever():
     async def task(checker: GrammarChecker) -> None:
-        for form in HOSTILE:
-            await checker.check(StructuredOutputs(choice=["warm"]))
-            began = time.monotonic()
-            try:
+        for form in (dict(regex="(ab){1000000000}"), dict(regex="(a{1,9999}){9999}"), dict(json='{"$ref": "#"}')):
+            with contextlib.suppress(RequestError):
                 await checker.check(StructuredOutputs(**form))
-            except RequestError as error:
-                assert str(error)
-            assert time.monotonic() - began < 30.0
-        await checker.check(StructuredOutputs(regex="fine"))
+            await checker.check(StructuredOutputs(regex="fine"))
     run(task)
 
 
-def test_a_hundred_hostile_grammars_of_every_kind_are_each_answered():
-    """The explosive ones are refused; the corpus has no two alike."""
-    forms = hostile()
-    assert len(forms) == 100 == len({json.dumps(form) for _, form in forms})
-    must_refuse = ("unsupported", "brackets", "bounded in bounded", "doubling terminals", "broken", "tags", "no t")
-    refused = set()
+def test_a_hundred_hostile_grammars_are_refused_and_those_that_only_look_hostile_answered():
+    """No two are alike. The harmless ones may be refused on a slow machine; those of no size are not."""
+    forms = [*hostile(), *harmless()]
+    assert len(hostile()) == 100 and len({json.dumps(form) for _, form in forms}) == len(forms)
+    refused: dict[str, str] = {}
 
     async def task(checker: GrammarChecker) -> None:
         for name, form in forms:
@@ -97,11 +77,10 @@ def test_a_hundred_hostile_grammars_of_every_kind_are_each_answered():
                     raise RequestError(spec)
                 await checker.check(spec)
             except RequestError as error:
-                assert str(error)
-                refused.add(name)
+                refused[name] = str(error)
     run(task)
-    missing = [name for name, _ in forms if name.startswith(must_refuse) and name not in refused]
-    assert not missing and len(refused) >= 45
+    assert [name for name, _ in hostile() if not refused.get(name)] == []
+    assert not {"(a+)+b", "(a|a)*b", 'start: start "a" | start start | "a"'} & refused.keys()
 
 
 def test_a_helper_that_is_killed_is_replaced():
