@@ -1,6 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the model's chat template.
 
-Text and tools: images, thinking and tools that run on a server are refused by name. A last message of the assistant is
+Text, thinking and tools: images, budgets of thinking and tools that run on a server are refused by name. A model that
+thinks does so as much as it likes ("adaptive"); "disabled" leaves its thoughts out. A last message of the assistant is
 continued. Prefix caching is automatic, so cache_control is accepted and nothing waits for it.
 """
 from __future__ import annotations
@@ -13,7 +14,8 @@ import msgspec
 
 from frontend.openai.anthropic_blocks import Block, Blocks, chat_choice, chat_tools, conversation, event
 from frontend.openai.chat import render
-from frontend.openai.chat_call import ChatCall, make_call, pieces_of
+from frontend.openai.chat_call import ChatCall, make_call
+from frontend.openai.chat_parts import ChoiceParts
 from frontend.openai.dialect import ANTHROPIC
 from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
@@ -36,6 +38,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Any = None
+    thinking: dict[str, Any] | None = None      # {"type": "adaptive"} or {"type": "disabled"}
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -60,7 +63,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 NEUTRAL: NeutralValues = {
     "container": (), "context_management": ({}, {"edits": []}), "diagnostics": (), "inference_geo": (),
     "mcp_servers": ([],), "output_config": ({},), "output_format": (), "speed": ("standard",),
-    "thinking": ({"type": "disabled"},),
     "user_profile_id": (), "workspace_id": (),
 }
 
@@ -110,12 +112,13 @@ async def create_message(exchange: Exchange, engine: EngineLike) -> None:
     call = await make_call(engine, request, messages, num_bytes, f"msg_{secrets.token_hex(16)}",
                            exchange.cache_salt(request.cache_salt), RENAMED, continue_final_message=continues,
                            tools=_tools(request, engine))
+    parts = call.parts(_shows_thinking(request))
     if request.stream:
-        await _stream(exchange, call)
+        await _stream(exchange, call, parts)
         return
     [(choice, reason)], usage = await collect_answer(exchange, [call.run("final")], 1)
     blocks = Blocks()
-    blocks.feed(pieces_of(None if call.tools is None else call.tools.scanner(), choice.text, True))
+    _feed(blocks, parts, choice.text, True)
     if not blocks.blocks:
         blocks.open_text()
     blocks.close()
@@ -131,12 +134,27 @@ async def count_tokens(exchange: Exchange, engine: EngineLike) -> None:
     check_engine(engine)
     request, num_bytes = await exchange.read_fields(CountTokensRequest, NEUTRAL)
     check_model(engine, request.model)
+    _shows_thinking(request)
     messages, continues = conversation(request.system, request.messages)
     tools = _tools(request, engine)
     prompt = await render(engine, messages, num_bytes, continue_final_message=continues,
                           chat_template_kwargs=request.chat_template_kwargs,
                           tools=None if tools is None else tools.shown)
     await exchange.reply(200, msgspec.json.encode(CountTokensAnswer(len(prompt) // 4)))
+
+
+def _shows_thinking(request: CountTokensRequest) -> bool:
+    """Raises RequestError for what cannot be kept, as a budget."""
+    kind = "adaptive" if request.thinking is None else request.thinking.get("type")
+    if kind not in ("adaptive", "disabled"):
+        raise RequestError(f"thinking.type is {str(kind)[:60]!r}, which this server does not support: it keeps no "
+                           "budget of thinking; use adaptive or disabled", "thinking")
+    return kind == "adaptive"
+
+
+def _feed(blocks: Blocks, parts: ChoiceParts, text: str, is_final: bool) -> bytes:
+    thoughts, pieces = parts.pieces(text, is_final)
+    return blocks.think(thoughts) + blocks.feed(pieces)
 
 
 def stop_of(choice: CompletionOutput, reason: str, blocks: Blocks) -> tuple[str, str | None]:
@@ -159,24 +177,25 @@ def _tools(request: CountTokensRequest, engine: EngineLike) -> ToolUse | None:
         raise RequestError(text, param or None) from None
 
 
-def _start(call: ChatCall, output: RequestOutput, blocks: Blocks) -> bytes:
-    """Without tools the first block can only be text."""
+def _start(call: ChatCall, output: RequestOutput, blocks: Blocks, parts: ChoiceParts) -> bytes:
+    """Without tools and thoughts the first block can only be text."""
     cached = output.num_cached_tokens
     message = MessagesAnswer(call.id, call.engine.served_model_name, [], None, None,
                              MessagesUsage(output.usage_prompt_tokens - cached, 0, cached))
-    return event("message_start", message=message) + (blocks.open_text() if call.tools is None else b"") + event("ping")
+    is_text = parts.tools is None and parts.reasoning is None
+    return event("message_start", message=message) + (blocks.open_text() if is_text else b"") + event("ping")
 
 
-async def _stream(exchange: Exchange, call: ChatCall) -> None:
+async def _stream(exchange: Exchange, call: ChatCall, parts: ChoiceParts) -> None:
     exchange.is_stream = True
     is_started = False
-    blocks, scanner = Blocks(), None if call.tools is None else call.tools.scanner()
+    blocks = Blocks()
     async with exchange.watch(), contextlib.aclosing(call.run("delta")) as outputs:
         async for output in outputs:
-            data = b"" if is_started else _start(call, output, blocks)
+            data = b"" if is_started else _start(call, output, blocks, parts)
             is_started = True
             for choice in output.outputs:
-                data += blocks.feed(pieces_of(scanner, choice.text, choice.finish_reason is not None))
+                data += _feed(blocks, parts, choice.text, choice.finish_reason is not None)
                 if choice.finish_reason is not None:
                     stop_reason, stop_sequence = stop_of(choice, checked_finish(choice), blocks)
                     data += blocks.close() + event(

@@ -1,7 +1,7 @@
 """Content blocks of the Messages API: what goes in as messages, and what comes out, streamed and whole.
 
-The answer is a list of blocks in the order the model writes them: text, or tool_use for each call. One builder makes
-the blocks and the events about them, so a stream and a whole answer cannot differ. Knows no engine.
+The answer is a list of blocks in the order the model writes them: thinking, text, tool_use for each call. One builder
+makes the blocks and the events about them, so a stream and a whole answer cannot differ. Knows no engine.
 """
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ class TextBlock(msgspec.Struct, tag="text"):
     text: str
 
 
+class ThinkingBlock(msgspec.Struct, tag="thinking"):
+    """What the model thought before it answered. It is not signed: it comes back as text like any other."""
+    thinking: str
+    signature: str = ""
+
+
 class ToolUseBlock(msgspec.Struct, tag="tool_use"):
     """A call that the model asks for; its result comes back under the same id."""
     id: str
@@ -33,7 +39,7 @@ class ToolUseBlock(msgspec.Struct, tag="tool_use"):
     input: dict[str, Any] = {}
 
 
-Block = TextBlock | ToolUseBlock
+Block = TextBlock | ToolUseBlock | ThinkingBlock
 
 
 def event(name: str, **fields: Any) -> bytes:
@@ -56,6 +62,13 @@ class Blocks:
         """Whether the model asked for any."""
         return any(isinstance(block, ToolUseBlock) for block in self.blocks)
 
+    def think(self, text: str) -> bytes:
+        """News of the thoughts; they come before the answer."""
+        if not text:
+            return b""
+        data = b"" if self._is_open else self._open(ThinkingBlock(""), b'"thinking_delta","thinking":')
+        return data + self._delta(text)
+
     def feed(self, pieces: Iterable[Piece]) -> bytes:
         """News of the answer, in order."""
         data = b""
@@ -67,7 +80,7 @@ class Blocks:
                                                       b'"input_json_delta","partial_json":')
                 data += self._delta(piece.arguments) if piece.arguments else b""
             else:
-                if not self._is_open or isinstance(self.blocks[-1], ToolUseBlock):
+                if not self._is_open or not isinstance(self.blocks[-1], TextBlock):
                     data += self.close() + self.open_text()
                 data += self._delta(piece)
         return data
@@ -84,6 +97,8 @@ class Blocks:
         block, text = self.blocks[-1], "".join(self._texts)
         if isinstance(block, ToolUseBlock):
             block.input = _arguments(text)
+        elif isinstance(block, ThinkingBlock):
+            block.thinking = text
         else:
             block.text = text
         return event("content_block_stop", index=len(self.blocks) - 1)
@@ -131,8 +146,9 @@ def conversation(system: Any, given: list[dict[str, Any]]) -> tuple[list[dict[st
 
 
 def _add(result: list[dict[str, Any]], role: str, content: Any, where: str) -> None:
-    """A message's text, its calls and its results; results stand before the text of their message."""
+    """A message's text, thoughts, calls and results; results stand before the text of their message."""
     texts: list[Any] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     is_list = isinstance(content, list)
     for index, block in enumerate(content if is_list else ()):
@@ -141,20 +157,24 @@ def _add(result: list[dict[str, Any]], role: str, content: Any, where: str) -> N
             calls.append(_call(block, at))
         elif kind == "tool_result" and role == "user":
             result.append(_result(block, at))
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(_thinking(block, at))
         else:
-            known = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
+            known = ("text", "tool_use", "thinking") if role == "assistant" else ("text", "tool_result")
             if kind not in known:
                 raise RequestError(f"{at}.type is {str(kind)[:60]!r}; this server takes {', '.join(known)}",
                                    f"{at}.type")
             texts.append(text_of([block], f"{where}", TEXT))
     text = "\n".join(texts) if is_list else text_of(content, where, TEXT)
-    has_results = is_list and len(texts) + len(calls) < len(content)
+    has_results = is_list and len(texts) + len(calls) + len(thoughts) < len(content)
     if result and result[-1]["role"] == role and not result[-1].get("tool_calls"):
         result[-1]["content"] += "\n" + text if text else ""
     elif text or calls or not has_results:
         result.append({"role": role, "content": text})
     if calls:
         result[-1]["tool_calls"] = calls
+    if any(thoughts):
+        result[-1]["reasoning_content"] = "\n".join(thoughts)
 
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
@@ -169,6 +189,13 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content", "")
     return {"role": "tool", "tool_call_id": _name(block, "tool_use_id", where),
             "content": text_of(content, f"{where}.content", TEXT)}
+
+
+def _thinking(block: dict[str, Any], where: str) -> str:
+    value = block.get("thinking")
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.thinking must be text", f"{where}.thinking")
+    return value
 
 
 def _name(block: dict[str, Any], field: str, where: str) -> str:

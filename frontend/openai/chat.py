@@ -50,7 +50,7 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
         params = with_tools(params, tools)
     prompt = truncated(await _render(engine, request, body_bytes, tools), request.truncate_prompt_tokens, engine,
                        params.max_tokens)
-    parts_of = _parts(engine, request, params, tools, prompt)
+    parts_of = make_parts(engine, params, tools, prompt, request.include_reasoning is not False)
     if params.max_tokens is None:
         room = engine.default_max_tokens(len(prompt) // 4)
         if room >= 1:           # otherwise the prompt is too long, and the engine says so with both numbers
@@ -101,8 +101,8 @@ def with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
     return params.replace(structured_outputs=tools.structured)
 
 
-def _parts(engine: EngineLike, request: ChatRequest, params: SamplingParams, tools: ToolUse | None,
-           prompt: bytes) -> PartsOf | None:
+def make_parts(engine: EngineLike, params: SamplingParams, tools: ToolUse | None, prompt: bytes,
+               shows_reasoning: bool) -> PartsOf | None:
     """None: the text is all content. What a grammar forms has no thoughts before it."""
     thinks = engine.has_reasoning and params.structured_outputs is None
     if tools is None and not thinks:
@@ -116,8 +116,7 @@ def _parts(engine: EngineLike, request: ChatRequest, params: SamplingParams, too
     def parts_of(index: int) -> ChoiceParts:
         if index not in made:
             made[index] = ChoiceParts(ReasoningSplitter(is_open) if thinks else None,
-                                      tools.scanner() if tools is not None else None,
-                                      request.include_reasoning is not False)
+                                      tools.scanner() if tools is not None else None, shows_reasoning)
         return made[index]
     return parts_of
 

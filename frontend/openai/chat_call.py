@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from frontend.openai.chat import render, with_tools
+from frontend.openai.chat import make_parts, render, with_tools
+from frontend.openai.chat_parts import ChoiceParts
 from frontend.openai.engine import EngineLike
 from frontend.outputs import OutputKind, RequestOutput
 from frontend.tools.request import ToolUse
-from frontend.tools.scanner import Piece, Scanner
 from ipc.errors import RequestError
 from ipc.sampling_params import SamplingParams, check_priority
 from ipc.structured_outputs import StructuredOutputs
@@ -37,6 +37,11 @@ class ChatCall:
         """Its outputs."""
         return self.engine.generate(self.prompt, self.params, request_id=self.id, output_kind=kind,
                                     priority=self.priority, add_special_tokens=False, cache_salt=self.cache_salt)
+
+    def parts(self, shows_reasoning: bool = True) -> ChoiceParts:
+        """What splits its text into thoughts, content and calls."""
+        parts_of = make_parts(self.engine, self.params, self.tools, self.prompt, shows_reasoning)
+        return ChoiceParts() if parts_of is None else parts_of(0)
 
 
 async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[dict[str, Any]], num_bytes: int,
@@ -78,13 +83,6 @@ def _params(request: msgspec.Struct, renamed: Mapping[str, str]) -> SamplingPara
         if theirs is None or exc.param is None:
             raise
         raise RequestError(str(exc).replace(exc.param, theirs, 1), theirs) from None
-
-
-def pieces_of(scanner: Scanner | None, text: str, is_final: bool) -> list[Piece]:
-    """New text of an answer, in which the scanner finds calls; None: it is all content."""
-    if scanner is None:
-        return [text] if text else []
-    return scanner.feed(text) + (scanner.finish() if is_final else [])
 
 
 def text_of(content: Any, where: str, kinds: tuple[str, ...]) -> str:

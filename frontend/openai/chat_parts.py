@@ -44,7 +44,7 @@ class ChoiceParts:
 
     def feed(self, text: str, is_final: bool) -> bytes | None:
         """The JSON of the next delta; None: nothing to tell yet."""
-        thoughts, pieces = self._pieces(text, is_final)
+        thoughts, pieces = self.pieces(text, is_final)
         content = "".join(piece for piece in pieces if isinstance(piece, str))
         calls = [_call_delta(piece) for piece in joined(pieces)]
         if not (thoughts or content or calls):
@@ -53,7 +53,7 @@ class ChoiceParts:
 
     def message(self, text: str) -> AnswerMessage:
         """The whole message."""
-        thoughts, pieces = self._pieces(text, True)
+        thoughts, pieces = self.pieces(text, True)
         content = "".join(piece for piece in pieces if isinstance(piece, str))
         calls = [ToolCall(piece.id or "", FunctionCall(piece.name or "", piece.arguments)) for piece in joined(pieces)]
         return AnswerMessage("assistant", content if content or not calls else None, tool_calls=calls,
@@ -63,7 +63,8 @@ class ChoiceParts:
         """What ended the choice, as callers expect it."""
         return "tool_calls" if reason == "stop" and self.tools is not None and self.tools.num_calls else reason
 
-    def _pieces(self, text: str, is_final: bool) -> tuple[str, list[Piece]]:
+    def pieces(self, text: str, is_final: bool) -> tuple[str, list[Piece]]:
+        """(thoughts, text and calls) that are new; what is thought comes before what is said."""
         thoughts = ""
         if self.reasoning is not None:
             thoughts, text = self.reasoning.feed(text, is_final)

@@ -1,7 +1,7 @@
 """The Responses API: create (whole, streamed or in the background), retrieve, cancel, delete.
 
-The output is text and calls of functions. A stored response may be continued by previous_response_id; stored ones live
-in this process's memory only.
+The output is what the model thinks, text and calls of functions. A stored response may be continued by
+previous_response_id; stored ones live in this process's memory only.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from frontend.openai.answers import Usage
-from frontend.openai.chat_call import ChatCall, make_call, pieces_of
+from frontend.openai.chat_call import ChatCall, make_call
 from frontend.openai.dialect import OPENAI
 from frontend.openai.engine import EngineLike
 from frontend.openai.errors import ErrorInfo, describe
@@ -57,12 +57,13 @@ class _Run:
                  messages: list[dict[str, Any]]) -> None:
         self.store, self.caller, self.call, self.body, self.messages = store, caller, call, body, messages
         self.items = OutputItems()
-        self.scanner = None if call.tools is None else call.tools.scanner()
+        self.parts = call.parts()
         self.entry = StoredResponse(body, msgspec.json.encode(messages))
 
     def feed(self, text: str, is_final: bool) -> bytes:
         """New text of the answer; the events that tell of it."""
-        return self.items.feed(pieces_of(self.scanner, text, is_final))
+        thoughts, pieces = self.parts.pieces(text, is_final)
+        return self.items.think(thoughts) + self.items.feed(pieces)
 
     def finish(self, reason: str, usage: Usage) -> bytes:
         """The answer is complete: fill the body, and keep it if it is to be kept. The last item's events."""

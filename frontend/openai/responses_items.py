@@ -1,8 +1,8 @@
 """Items of the Responses API: what goes in as messages, and what comes out, streamed and whole.
 
-The output is a list of items in the order the model writes them: a message for each stretch of text, a function_call
-for each call. One builder makes the items and the events about them, so a stream and a whole answer cannot differ.
-Knows no engine.
+The output is a list of items in the order the model writes them: its reasoning, a message for each stretch of text, a
+function_call for each call. One builder makes the items and the events about them, so a stream and a whole answer
+cannot differ. Knows no engine.
 """
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ipc.errors import RequestError
 
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text", "text")
-KINDS = ("message", "function_call", "function_call_output")
+THOUGHTS = ("reasoning_text", "summary_text", "text")
+KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 class OutputText(msgspec.Struct):
@@ -28,6 +29,20 @@ class OutputText(msgspec.Struct):
     annotations: list[str] = []
     logprobs: list[str] = []
     type: str = "output_text"
+
+
+class ReasoningText(msgspec.Struct):
+    """A part of a reasoning item."""
+    text: str
+    type: str = "reasoning_text"
+
+
+class OutputReasoning(msgspec.Struct, tag="reasoning"):
+    """What the model thought before it answered."""
+    id: str
+    status: str
+    content: list[ReasoningText]
+    summary: list[ReasoningText] = []           # none is made
 
 
 class OutputMessage(msgspec.Struct, tag="message"):
@@ -47,7 +62,7 @@ class OutputCall(msgspec.Struct, tag="function_call"):
     arguments: str = ""
 
 
-OutputItem = OutputMessage | OutputCall
+OutputItem = OutputMessage | OutputCall | OutputReasoning
 
 
 class OutputItems:
@@ -66,6 +81,13 @@ class OutputItems:
         number, self._number = self._number, self._number + 1
         return sse.named_event(kind, msgspec.json.encode({"type": kind, "sequence_number": number, **fields}))
 
+    def think(self, text: str) -> bytes:
+        """News of the thoughts; they come before the answer."""
+        if not text:
+            return b""
+        data = b"" if self._is_open else self._open_reasoning()
+        return data + self._delta(text)
+
     def feed(self, pieces: Iterable[Piece]) -> bytes:
         """News of the answer, in order."""
         data = b""
@@ -75,7 +97,7 @@ class OutputItems:
                     data += self._close("completed") + self._open_call(piece)
                 data += self._delta(piece.arguments) if piece.arguments else b""
             else:
-                if not self._is_open or isinstance(self.items[-1], OutputCall):
+                if not self._is_open or not isinstance(self.items[-1], OutputMessage):
                     data += self._close("completed") + self._open_message()
                 data += self._delta(piece)
         return data
@@ -89,7 +111,9 @@ class OutputItems:
         """The answer as a message for the chat template."""
         text = "\n".join(item.content[0].text for item in self.items if isinstance(item, OutputMessage))
         calls = [_call(item.call_id, item.name, item.arguments) for item in self.items if isinstance(item, OutputCall)]
-        return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+        thoughts = "\n".join(item.content[0].text for item in self.items if isinstance(item, OutputReasoning))
+        return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {}),
+                **({"reasoning_content": thoughts} if thoughts else {})}
 
     def _place(self) -> dict[str, Any]:
         place = {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
@@ -106,6 +130,11 @@ class OutputItems:
         item = OutputMessage(f"msg_{secrets.token_hex(16)}", "in_progress", [])
         data = self._open(item, b"response.output_text.delta", b',"logprobs":[]')
         return data + self.event("response.content_part.added", **self._place(), part=OutputText(""))
+
+    def _open_reasoning(self) -> bytes:
+        item = OutputReasoning(f"rs_{secrets.token_hex(16)}", "in_progress", [])
+        data = self._open(item, b"response.reasoning_text.delta", b"")
+        return data + self.event("response.content_part.added", **self._place(), part=ReasoningText(""))
 
     def _open_call(self, call: CallDelta) -> bytes:
         self._call_index = call.index
@@ -127,6 +156,10 @@ class OutputItems:
         if isinstance(item, OutputCall):
             item.arguments = text
             data = self.event("response.function_call_arguments.done", **self._place(), name=item.name, arguments=text)
+        elif isinstance(item, OutputReasoning):
+            item.content = [ReasoningText(text)]
+            data = (self.event("response.reasoning_text.done", **self._place(), text=text)
+                    + self.event("response.content_part.done", **self._place(), part=item.content[0]))
         else:
             item.content = [OutputText(text)]
             data = (self.event("response.output_text.done", **self._place(), text=text, logprobs=[])
@@ -140,22 +173,26 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 def input_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The input as messages for the chat template: calls belong to the assistant's message before them, if there is
-    one. Raises RequestError that names the item."""
+    one; reasoning belongs to what the assistant says or calls next. Raises RequestError that names the item."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not items:
         raise RequestError("input is empty; send text or at least one message", "input")
     messages: list[dict[str, Any]] = []
+    thoughts = ""
     for index, item in enumerate(items):
         where = f"input[{index}]"
         kind, role = item.get("type", "message"), item.get("role")
         if kind not in KINDS:
             raise RequestError(f"{where}.type is {str(kind)[:60]!r}; this server takes {', '.join(KINDS)}",
                                f"{where}.type")
-        if kind == "function_call":
+        if kind == "reasoning":
+            thoughts = text_of(item.get("content") or item.get("summary") or "", f"{where}.content", THOUGHTS)
+        elif kind == "function_call":
             call = _call(*(_text(item, name, where) for name in ("call_id", "name", "arguments")))
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+            if thoughts or not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": "", **_thoughts(thoughts)})
+                thoughts = ""
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where),
@@ -164,8 +201,14 @@ def input_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             raise RequestError(f"{where}.role is {str(role)[:60]!r}; known are {', '.join(ROLES)}", f"{where}.role")
         else:
             messages.append({"role": "system" if role == "developer" else role,
-                             "content": text_of(item.get("content"), f"{where}.content", PARTS)})
+                             "content": text_of(item.get("content"), f"{where}.content", PARTS),
+                             **_thoughts(thoughts if role == "assistant" else "")})
+            thoughts = ""
     return messages
+
+
+def _thoughts(text: str) -> dict[str, str]:
+    return {"reasoning_content": text} if text else {}
 
 
 def _text(item: dict[str, Any], name: str, where: str) -> str:

@@ -1,6 +1,6 @@
 """The bodies of the Responses API: structs, and the table of fields not supported. Items are responses_items.py's.
 
-Images, files, reasoning items and tools other than functions are refused by name. Knows no engine.
+Images, files and tools other than functions are refused by name. Knows no engine.
 """
 from __future__ import annotations
 

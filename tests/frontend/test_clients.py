@@ -58,7 +58,7 @@ def test_openai_errors_have_their_classes(openai_client: Any, live: tuple[LiveSe
     import openai
     with pytest.raises(openai.NotFoundError, match="resp_none"):
         openai_client.responses.retrieve("resp_none")
-    with pytest.raises(openai.BadRequestError, match="tools is"):
+    with pytest.raises(openai.BadRequestError, match="web_search"):
         openai_client.responses.create(model=MODEL, input="x", tools=[{"type": "web_search"}])
     with pytest.raises(openai.AuthenticationError, match="no API key of this server"):
         openai_client.with_options(api_key="wrong-key").models.list()
@@ -85,8 +85,8 @@ def test_anthropic_messages(anthropic_client: Any) -> None:
 def test_anthropic_errors_have_their_classes(anthropic_client: Any, live: tuple[LiveServer, FakeLLM]) -> None:
     import anthropic
     options: dict[str, Any] = dict(model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "hi"}])
-    with pytest.raises(anthropic.BadRequestError, match="tools is"):
-        anthropic_client.messages.create(**options, tools=[{"name": "f", "input_schema": {"type": "object"}}])
+    with pytest.raises(anthropic.BadRequestError, match="web_search_20250305"):
+        anthropic_client.messages.create(**options, tools=[{"type": "web_search_20250305", "name": "web_search"}])
     with pytest.raises(anthropic.NotFoundError, match="'other' is not served here"):
         anthropic_client.messages.create(**{**options, "model": "other"})
     with pytest.raises(anthropic.AuthenticationError):

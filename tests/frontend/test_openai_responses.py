@@ -94,7 +94,7 @@ def test_input_items_become_messages() -> None:
 
 
 @pytest.mark.parametrize("fields, param", [
-    ({"input": []}, "input"), ({"input": 3}, "input"), ({"input": [{"type": "reasoning"}]}, "input[0].type"),
+    ({"input": []}, "input"), ({"input": 3}, "input"), ({"input": [{"type": "item_reference"}]}, "input[0].type"),
     ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),

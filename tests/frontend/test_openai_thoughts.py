@@ -1,0 +1,118 @@
+"""What a model thinks, in the Responses and the Messages API: apart from the answer, streamed and whole."""
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from frontend.openai.app import build_app
+from tests.frontend.fake_llm import FakeLLM, post
+from tests.frontend.test_openai_anthropic import parse_events as message_events
+from tests.frontend.test_openai_responses import parse_events as response_events
+from tests.frontend.test_openai_tools import CALL, answering
+from tests.frontend.test_openai_tools_elsewhere import MESSAGES, RESPONSES, SCHEMA
+
+TEXT = f"<think>\nwhere?\n</think>\n\nThere.{CALL}"
+PLAIN = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 500, "stop_sequences": ["\0"]}
+
+
+def ask(path: str, body: dict[str, Any], text: str = TEXT, size: int = 3, llm: FakeLLM | None = None,
+        **fields: Any) -> httpx.Response:
+    return asyncio.run(post(build_app(llm or answering(text, True, size)), path, {**body, **fields}))
+
+
+def respond(**fields: Any) -> httpx.Response:
+    return ask("/v1/responses", RESPONSES, **fields)
+
+
+def message(**fields: Any) -> httpx.Response:
+    return ask("/v1/messages", MESSAGES, **fields)
+
+
+@pytest.mark.parametrize("size", [1, 5, 400])
+def test_a_response_has_its_thoughts_as_an_item_of_their_own(size: int) -> None:
+    thoughts, said, call = respond(size=size).json()["output"]
+    assert (thoughts["type"], thoughts["status"], thoughts["summary"]) == ("reasoning", "completed", [])
+    assert thoughts["content"] == [{"type": "reasoning_text", "text": "where?"}]
+    assert said["content"][0]["text"] == "There." and call["type"] == "function_call"
+
+    events = response_events(respond(size=size, stream=True).text)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    output = events[-1]["response"]["output"]
+    assert output[0]["content"] == thoughts["content"] and output[1]["content"][0]["text"] == "There."
+    of_item = [event for event in events if event.get("item_id") == output[0]["id"]]
+    deltas = [event["delta"] for event in of_item if event["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "where?"
+    assert [event["type"] for event in of_item if "delta" not in event] == [
+        "response.content_part.added", "response.reasoning_text.done", "response.content_part.done"]
+    assert {event["output_index"] for event in of_item} == {0} and {event["content_index"] for event in of_item} == {0}
+
+
+@pytest.mark.parametrize("size", [1, 5, 400])
+def test_a_message_has_its_thoughts_as_a_block_of_their_own(size: int) -> None:
+    whole = message(size=size).json()["content"]
+    assert whole[0] == {"type": "thinking", "thinking": "where?", "signature": ""}
+    assert whole[1] == {"type": "text", "text": "There."} and whole[2]["type"] == "tool_use"
+
+    events = message_events(message(size=size, stream=True).text)
+    starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert starts == ["thinking", "text", "tool_use"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta" and event["index"] == 0]
+    assert {delta["type"] for delta in deltas} == {"thinking_delta"}
+    assert "".join(delta["thinking"] for delta in deltas) == "where?"
+    assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1, 2]
+
+
+def test_without_tools_too_and_thoughts_cut_by_the_length_stay_thoughts() -> None:
+    whole = ask("/v1/messages", PLAIN, "<think>a</think>b").json()["content"]
+    assert [block["type"] for block in whole] == ["thinking", "text"]
+    events = message_events(ask("/v1/messages", PLAIN, "<think>a</think>b", stream=True).text)
+    assert [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"] == [
+        "thinking", "text"]
+    cut = ask("/v1/messages", PLAIN, "<think>on and on", max_tokens=4).json()
+    assert cut["content"] == [{"type": "thinking", "thinking": "on an", "signature": ""}]
+    assert cut["stop_reason"] == "max_tokens"
+    response = respond(text="<think>on and on", max_output_tokens=4).json()
+    assert [(item["type"], item["status"]) for item in response["output"]] == [("reasoning", "incomplete")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disabled_thinking_is_left_out_and_a_budget_is_refused(stream: bool) -> None:
+    answer = message(thinking={"type": "disabled"}, stream=stream).text
+    assert "There." in answer or stream
+    assert "where" not in answer and "thinking" not in answer
+    assert "where" in message(thinking={"type": "adaptive"}, size=50).text
+    refusal = message(thinking={"type": "enabled", "budget_tokens": 1024}, stream=stream)
+    assert refusal.status_code == 400 and "budget" in refusal.json()["error"]["message"]
+
+
+def test_thoughts_that_come_back_reach_the_template() -> None:
+    llm = answering("x", True)
+    call = {"type": "function_call", "call_id": "c1", "name": "get", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "sun"}
+    item = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    assert respond(llm=llm, input=[{"role": "user", "content": "hi"}, item, call, result]).status_code == 200
+    blocks = [{"type": "thinking", "thinking": "hm", "signature": ""},
+              {"type": "tool_use", "id": "c1", "name": "get", "input": {}}]
+    turns = [*PLAIN["messages"], {"role": "assistant", "content": blocks},
+             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "sun"}]}]
+    assert message(llm=llm, messages=turns).status_code == 200
+    for messages, _ in llm.chats:
+        assert [turn["role"] for turn in messages] == ["user", "assistant", "tool"]
+        assert messages[1]["reasoning_content"] == "hm" and messages[1]["tool_calls"][0]["id"] == "c1"
+    assert llm.chats[0][1]["tools"][0]["function"]["parameters"] == SCHEMA
+    bad = message(messages=[*PLAIN["messages"], {"role": "assistant", "content": [{"type": "thinking"}]}])
+    assert bad.status_code == 400 and bad.json()["error"]["message"].count("thinking must be text")
+
+
+def test_a_response_that_is_continued_brings_its_thoughts() -> None:
+    llm = answering("<think>hm</think>Yes", True)
+
+    async def task() -> httpx.Response:
+        app = build_app(llm)
+        first = await post(app, "/v1/responses", RESPONSES)
+        return await post(app, "/v1/responses", {**RESPONSES, "previous_response_id": first.json()["id"]})
+    assert asyncio.run(task()).status_code == 200
+    assert llm.chats[1][0][1] == {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
