@@ -139,6 +139,12 @@ class Bench:
         return {name: round(value, 3) for name, value in result.items()}
 
 
+def served_dtype(model: Any) -> torch.dtype:
+    """Of keys and values, when nobody asks for another."""
+    is_exact = not isinstance(model, JitModel) or not any(layer.is_integer for layer in model.linears)
+    return torch.float32 if is_exact else torch.bfloat16
+
+
 def layer_weights(model: JitModel) -> int:
     """Weights a prompt token meets, without the head."""
     return sum(layer.num_out * layer.num_k for parts in model.layers for layer in parts.values())
@@ -215,7 +221,8 @@ def main(argv: list[str]) -> int:
                         help="the five loads, on compiled routes")
     parser.add_argument("--growth", action="store_true", help="step time against context and rows, first route")
     parser.add_argument("--kv", action="store_true", help="pools of float32, bfloat16, int8 and fp8, first route")
-    parser.add_argument("--accuracy", action="store_true", help="divergence from float32 over 2,000 tokens of text")
+    parser.add_argument("--accuracy", action="store_true",
+                        help="divergence from float32 over 2,000 tokens of text, keys and values as served")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     args = parser.parse_args(argv)
     missing = features.missing()
@@ -248,8 +255,7 @@ def main(argv: list[str]) -> int:
             source = ModelSource(flat, mode)
         models[quantization] = (JitModel(source, team=get_team(args.threads)), JitBackend(get_team(args.threads)))
     for name, (model, backend) in models.items():
-        is_exact = not isinstance(model, JitModel) or not any(layer.is_integer for layer in model.linears)
-        dtype = torch.float32 if is_exact else torch.bfloat16
+        dtype = served_dtype(model)
         bench = Bench(model, backend, dtype, 64, 8192 if args.growth and name == args.quantization[0] else CONTEXT)
         entry = report["routes"][name] = measure(bench, args, limits)
         if isinstance(model, JitModel):
@@ -276,7 +282,7 @@ def main(argv: list[str]) -> int:
     if args.accuracy and flat is not None:
         tokens = text_tokens(files, 2000)
         for name, (model, backend) in models.items():
-            accuracy = compare((flat, get_backend("cpu")), (model, backend), tokens)
+            accuracy = compare((flat, get_backend("cpu")), (model, backend), tokens, pool=served_dtype(model))
             report["routes"][name]["accuracy"] = {"mean_kl": accuracy.mean_kl,
                                                   "perplexity_ratio": accuracy.perplexity_ratio}
             print(f"  {name}: {accuracy}", flush=True)

@@ -77,11 +77,11 @@ class ServerProcess:
     def screen(self) -> str:
         return self._screen.read_text()
 
-    def wait_ready(self) -> ServerProcess:
-        deadline = time.monotonic() + 2 * HARD_TIMEOUT_S
+    def wait_ready(self, seconds: float = 2 * HARD_TIMEOUT_S) -> ServerProcess:
+        deadline = time.monotonic() + seconds
         while "\n  try" not in self.screen and self.process.poll() is None:
             if time.monotonic() > deadline:
-                raise AssertionError(f"the server does not get ready: {self.screen}")
+                raise AssertionError(f"the server is not ready after {seconds} s: {self.screen}")
             time.sleep(0.02)
         if self.process.poll() is not None:
             raise AssertionError(f"the server ended with {self.process.returncode}: {self.screen}")

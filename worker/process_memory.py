@@ -4,11 +4,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+from collections.abc import Iterator
+
+_WORTHWHILE = 1 << 20                           # bytes of a library's code, below which a call is not worth it
 
 
 def release_memory() -> None:
     """Collect what nobody refers to, then return the pages (glibc keeps those of freed temporaries otherwise). What is
-    left counts as permanent: later collections do not walk it."""
+    left counts as permanent: later collections do not walk it. Code that served to start goes as well."""
+    forget_code()
     gc.unfreeze()
     gc.collect()
     try:
@@ -25,3 +29,30 @@ def discard(address: int, num_bytes: int) -> None:
     last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first and hasattr(mmap, "MADV_DONTNEED"):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def forget_code() -> None:
+    """Give back the pages of large libraries' code and constants: most served once, to register torch's operators or to
+    load compiled kernels by LLVM. What is needed again is mapped again from the system's cache of the file."""
+    for first, last in _clean_code():
+        discard(first, last - first)
+
+
+def _clean_code() -> Iterator[tuple[int, int]]:
+    """Address ranges that nobody may write and that are the same in memory as in their file. None where there is no
+    /proc."""
+    try:
+        with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    found: tuple[int, int] | None = None
+    for line in lines:
+        words = line.split()
+        if not words[0].endswith(":"):          # a mapping begins: range, permissions, offset, device, inode, path
+            found = None
+            if words[1] in ("r-xp", "r--p") and len(words) > 5 and words[5].startswith("/"):
+                first, last = (int(word, 16) for word in words[0].split("-"))
+                found = (first, last) if last - first >= _WORTHWHILE else None
+        elif found and words[0] == "Anonymous:" and words[1] == "0":    # no page was changed
+            yield found

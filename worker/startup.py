@@ -27,6 +27,7 @@ from worker.model_runner import ModelRunner
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
 from worker.models.quant_linear import quantize_linears
+from worker.process_memory import forget_code
 from worker.request_state import RequestState
 from worker.sampling import jit_threads, processors
 from worker.sampling.step import PROMPT_SLICE
@@ -201,6 +202,7 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
         starting.begin(Upgrade.phase)
         between()
         build.start_kernels(threads)
+        forget_code()                           # before the weights, which then lie in its room
         starting.end()
 
     starting.begin("load weights")

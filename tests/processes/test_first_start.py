@@ -12,14 +12,15 @@ pytest.importorskip("numba")
 
 from tests.processes.tools import ServerProcess, assert_nothing_left, survivors, wait_until  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+PATIENCE_S = 300.0                              # of each wait: compilation takes a core, and others may want it too
 
 
 def complete(server: ServerProcess, count: int) -> list[str]:
     body = dict(model="tiny", prompt="Once upon a time", max_tokens=count, temperature=0, logprobs=0)
     request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(),
                                      {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         reply: dict[str, Any] = json.load(response)
     tokens: list[str] = reply["choices"][0]["logprobs"]["tokens"]
     return tokens
@@ -34,15 +35,15 @@ def test_torch_serves_until_the_kernels_are_compiled(tiny_model: str, temp: str,
     options = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "512", "--num-threads", "1")
     early = ServerProcess(tiny_model, temp, *options)
     try:
-        early.wait_ready()
+        early.wait_ready(PATIENCE_S)
         assert any("worker.jit.compiler" in command for command in survivors(temp).values())
         assert early.end() == 0
     finally:
         early.kill()
-    wait_until(lambda: not survivors(temp))
+    wait_until(lambda: not survivors(temp), PATIENCE_S)
     server = ServerProcess(tiny_model, temp, *options)
     try:
-        server.wait_ready()
+        server.wait_ready(PATIENCE_S)
         assert "compiled kernels serve" not in server.screen
         expected = complete(server, 24)
         while "compiled kernels serve from now on" not in server.screen:
@@ -53,7 +54,7 @@ def test_torch_serves_until_the_kernels_are_compiled(tiny_model: str, temp: str,
         server.kill()
     again = ServerProcess(tiny_model, temp, *options)
     try:
-        again.wait_ready()
+        again.wait_ready(PATIENCE_S)
         assert "torch serves meanwhile" not in again.screen and complete(again, 24) == expected
         assert again.end() == 0
     finally:

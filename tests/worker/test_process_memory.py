@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from worker.process_memory import discard, release_memory
+from worker.process_memory import discard, forget_code, release_memory
 
 
 def resident() -> int:
@@ -34,3 +35,17 @@ def test_released_memory_of_a_cycle_goes_back() -> None:
     del array, cycle
     release_memory()
     assert before - resident() > 60 << 20
+
+
+def file_backed() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else []
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("RssFile:")]
+    return found[0] if found else pytest.skip("this system does not tell file-backed memory")
+
+
+def test_code_that_is_forgotten_runs_again() -> None:
+    x = torch.randn((64, 64), generator=torch.Generator().manual_seed(0))
+    expected, before = torch.linalg.svdvals(x), file_backed()
+    forget_code()
+    assert before - file_backed() > 4 << 20
+    assert torch.equal(torch.linalg.svdvals(x), expected)
