@@ -17,12 +17,14 @@ import msgspec
 from ipc.config import (CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, LOG_LEVELS, POLICIES, PREEMPTION_MODES, QUANTIZATIONS,
                         CacheConfig, EngineConfig, FrontendSection, ModelSection, SchedulerConfig)
 from ipc.errors import ConfigError
+from ipc.launch_setup import has_nvidia_driver
 from ipc.model_source import LOAD_FORMATS, Report, resolve_model
 from ipc.option_help import MAIN, OptionParser
 from ipc.option_sources import read_config_file, read_environment
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)")
 _SMALLEST_SIZE = 1 << 16
+GPU_BATCHED_TOKENS = 8192                       # a step of fewer leaves a GPU idle in prefill
 
 
 def parse_count(text: str | int) -> int:
@@ -98,7 +100,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
     "scheduler": (
         Option("--max-num-seqs", "scheduler.max_num_seqs", parse_count, "requests running at once"),
-        Option("--max-num-batched-tokens", "scheduler.max_num_batched_tokens", parse_count, "tokens of one step"),
+        Option("--max-num-batched-tokens", "scheduler.max_num_batched_tokens", parse_count,
+               "tokens of one step; on a GPU 8192 unless given"),
         Option("--enable-chunked-prefill", "scheduler.enable_chunked_prefill", bool, "split long prompts over steps"),
         Option("--long-prefill-token-threshold", "scheduler.long_prefill_token_threshold", parse_count,
                "longest prefill chunk; 0: the whole budget"),
@@ -282,6 +285,9 @@ def build_config(model: str, options: Mapping[str, Any], *, serve: bool = True,
         if option.target and value is not None:
             section, field = option.target.split(".")
             sections[section][field] = _convert(option, value)
+    device = sections["engine"].get("device", "auto")
+    if device == "cuda" or (device == "auto" and has_nvidia_driver()):
+        sections["scheduler"].setdefault("max_num_batched_tokens", GPU_BATCHED_TOKENS)
     made = {name: _SECTIONS[name](**values) for name, values in sections.items() if name not in ("model", "engine")}
     offline = bool(options.get("offline")) or _offline_mode()
     files = resolve_model(model, cache_dir=options.get("download_dir"), offline=offline,

@@ -120,9 +120,14 @@ def ensure(extras: Sequence[str] = (), torch: str = "", may_install: bool = True
         os.execv(VENV_PYTHON, [VENV_PYTHON, os.path.join(ROOT, "launch.py"), *sys.argv[1:]])
 
 
+def has_nvidia_driver() -> bool:
+    """What decides between the defaults of a GPU and of a CPU before torch is there to ask."""
+    return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidiactl")
+
+
 def _default_torch() -> str:
     """The CUDA build where an NVIDIA driver is loaded."""
-    return "cuda" if os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidiactl") else "cpu"
+    return "cuda" if has_nvidia_driver() else "cpu"
 
 
 def install(extras: list[str], torch: str, torch_before: str) -> None:

@@ -21,7 +21,7 @@ def test_every_field_of_the_configuration_has_exactly_one_option() -> None:
 
 
 def test_without_options_the_defaults_are_those_of_the_structs() -> None:
-    config = config_from_argv(DUMMY)
+    config = config_from_argv([*DUMMY, "--device", "cpu"])
     assert config.cache == CacheConfig() and config.scheduler == SchedulerConfig()
     assert config.frontend == FrontendSection() and config.serve
     assert config.model.files.served_name == "qwen3-0.6b"
@@ -111,3 +111,13 @@ def test_the_hub_librarys_offline_switch_is_honoured(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="offline"):
         build_config("smollm2-135m", {"download_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize("has_driver, options, tokens", [
+    (True, {}, 8192), (False, {}, 256), (True, {"device": "cpu"}, 256), (False, {"device": "cuda"}, 8192),
+    (True, {"max_num_batched_tokens": 512}, 512)])
+def test_a_gpu_gets_larger_steps_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, has_driver: bool,
+                                                       options: dict[str, object], tokens: int) -> None:
+    monkeypatch.setattr("ipc.cli.has_nvidia_driver", lambda: has_driver)
+    config = build_config("qwen3-0.6b", {"load_format": "dummy", **options})
+    assert config.scheduler.max_num_batched_tokens == tokens
