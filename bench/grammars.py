@@ -112,9 +112,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def report(answers: dict[str, Answers], gaps_ms: dict[str, list[float]]) -> dict[str, Any]:
     """Print the slowest, and hostile ones that were accepted; the figures."""
-    p50, p99 = ({name: round(float(np.percentile(found, q)), 2) for name, found in gaps_ms.items()} for q in (50, 99))
+    p50, p99, longest = ({name: round(float(np.percentile(found, q)), 2) for name, found in gaps_ms.items()}
+                         for q in (50, 99, 100))
     result: dict[str, Any] = {"benchmark": "grammars", "limit_s": LIMIT_S, "max_rise": MAX_RISE, "itl_p50_ms": p50,
-                              "itl_p99_ms": p99}
+                              "itl_p99_ms": p99, "itl_max_ms": longest}
     for kind, found in answers.items():
         for name, (seconds, what) in sorted(found.items(), key=lambda item: -item[1][0])[:8]:
             print(f"{kind:8} {name[:50]:50} {seconds:6.2f} s  {what}")

@@ -94,3 +94,34 @@ def test_anthropic_errors_have_their_classes(anthropic_client: Any, live: tuple[
     live[1].fail_after = (1, EngineDeadError("worker 0 was killed"))
     with pytest.raises(anthropic.APIStatusError, match="worker 0 was killed"):
         list(anthropic_client.messages.create(**options, stream=True))
+
+
+@pytest.fixture
+def thinking(live: tuple[LiveServer, FakeLLM]) -> Iterator[None]:
+    live[1].has_reasoning, live[1].script = True, ["<th", "ink>", "h", "m", "</think>", "Yes", "\0"]
+    yield
+    live[1].has_reasoning, live[1].script = False, None
+
+
+def test_the_openai_client_puts_reasoning_together(openai_client: Any, thinking: None) -> None:
+    options: dict[str, Any] = dict(model=MODEL, input="hi", extra_body={"stop": "\0"})
+    with openai_client.responses.stream(**options) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.reasoning_text.delta"]
+        final = stream.get_final_response()
+    assert deltas == ["h", "m"] and final.output_text == "Yes"
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    assert final.output[0].content[0].text == "hm"
+    again = [{"role": "user", "content": "hi"}, *final.output, {"role": "user", "content": "more"}]
+    assert openai_client.responses.create(**{**options, "input": again}).output[0].content[0].text == "hm"
+
+
+def test_the_anthropic_client_puts_thinking_together(anthropic_client: Any, thinking: None) -> None:
+    options: dict[str, Any] = dict(model=MODEL, max_tokens=9, stop_sequences=["\0"],
+                                   messages=[{"role": "user", "content": "hi"}])
+    with anthropic_client.messages.stream(**options) as stream:
+        deltas = [event.thinking for event in stream if event.type == "thinking"]
+        final = stream.get_final_message()
+    assert deltas == ["h", "m"] and [block.type for block in final.content] == ["thinking", "text"]
+    assert (final.content[0].thinking, final.content[1].text) == ("hm", "Yes")
+    again = [*options["messages"], {"role": "assistant", "content": final.content}, {"role": "user", "content": "more"}]
+    assert anthropic_client.messages.create(**{**options, "messages": again}).content[0].thinking == "hm"
