@@ -274,10 +274,12 @@ def main(argv: list[str]) -> int:
     if args.kv:
         name = args.quantization[0]
         model, backend = models[name]
+        exact = next(route for route in ("none", "torch float32", name) if route in models)
         report["kv"] = measure_kv(
             model, backend, lambda dtype, context: Bench(model, backend, dtype, 1, context), best_s,
-            text_tokens(files, 2000), 5 if args.quick else 15)
-        print_kv(name, report["kv"])
+            text_tokens(files, 2000), 5 if args.quick else 15, models[exact])
+        report["kv_reference"] = exact
+        print_kv(name, report["kv"], exact)
     report["ops_s"] = {str(kind): value for kind, value in limits["ops_s"].items()}
     if args.accuracy and flat is not None:
         tokens = text_tokens(files, 2000)

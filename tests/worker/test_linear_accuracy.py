@@ -78,10 +78,12 @@ def test_quantized_routes_of_the_demo_model_are_of_like_accuracy(mode: str) -> N
 
 
 @pytest.mark.skipif(not os.path.isfile(DEMO), reason="the demo model is not in the cache")
-@pytest.mark.parametrize("pool, limit", [(torch.int8, 0.005), (torch.float8_e4m3fn, 0.015)], ids=["int8", "fp8"])
+@pytest.mark.parametrize("pool, limit", [(torch.int8, 0.003), (torch.float8_e4m3fn, 0.015)], ids=["int8", "fp8"])
 def test_quantised_keys_and_values_of_the_demo_model_are_of_like_accuracy(pool: torch.dtype, limit: float) -> None:
-    """The float32 route against itself over a float32 pool, on 250 tokens that it writes itself; the bounds are a few
-    times the full measurement (bench cpu --kv)."""
+    """The float32 route against itself over a float32 pool, on 250 tokens that it writes itself. Over 2,000 tokens of
+    ordinary text (bench cpu --kv) int8 has a mean KL of 0.0010, within the 0.005 of like accuracy, and e4m3, which
+    keeps three bits of each value's mantissa, 0.0058, which is a little more; a sample so small is allowed 2.6 to 3
+    times that."""
     config = from_gguf(read_gguf(DEMO))
     shape = get_model_class(config.architecture)(config, dtype=torch.float32, device="meta")
     model, backend = JitModel(GGUFSource(shape, DEMO, "none")), JitBackend()
