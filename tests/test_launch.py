@@ -90,7 +90,7 @@ def test_an_unknown_bench_or_extra_is_answered_with_the_known_ones(copy: Path) -
     (copy / "bench/seed.py").write_text("\ndef main(argv):\n    print(argv)\n")
     assert "bench needs a name: seed" in run([*BARE, "launch.py", "bench", "sed"], copy).stderr
     assert run([sys.executable, "launch.py", "bench", "seed", "-x"], copy).stdout == "['-x']\n"
-    assert "no extra 'tests'; known are triton, test" in run(
+    assert "no extra 'tests'; known are triton, otel, fuzz, test" in run(
         [*BARE, "launch.py", "setup", "--extra", "tests"], copy).stderr
 
 
