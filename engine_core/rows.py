@@ -110,10 +110,7 @@ class Rows:
         ids = request.params.stop_token_ids[:STOP_COLUMNS]
         self.stop_ids[row] = ids + [-1] * (STOP_COLUMNS - len(ids))
         self.has_many_stop_ids[row] = len(request.params.stop_token_ids) > STOP_COLUMNS
-        for record in self.in_flight:
-            if record.is_moved:
-                record.inverse[row] = -1
-        return row
+        return row                              # plans in flight do not know it: its `inverse` is -1 since it was left
 
     def remove(self, request: Request) -> None:
         """Take a request out; the last row takes its place. Its known tokens move to `request.tokens`.

@@ -596,3 +596,16 @@ def test_a_request_whose_prefix_others_hold_needs_only_the_rest_of_its_blocks():
     assert new_rows(engine.step()) == [(2, 17, 16, 5)]
     engine.run()
     engine.assert_idle()
+
+
+def test_rows_that_compute_nothing_cost_no_budget():
+    """Three requests whose last tokens are in flight, and a prompt that takes a whole step."""
+    engine = Engine(async_scheduling=True, max_num_batched_tokens=8, num_blocks=32)
+    for request_id in (1, 2, 3):
+        engine.add(request_id, [request_id], max_tokens=1)
+    engine.add(4, prompt(16), max_tokens=1)
+    assert pairs(engine.plan().counts) == [(3, 5)]
+    ahead = engine.plan()
+    assert dict(pairs(ahead.counts)) == {0: 0, 1: 0, 2: 0, 3: 8}
+    engine.run()
+    engine.assert_idle()
