@@ -66,6 +66,11 @@ class WaitingQueue:
             self._remove(request)
         self._count(request, -1)
 
+    def recount(self, request: Request) -> None:
+        """A request that waits got the token that was computed when it was preempted."""
+        self.num_tokens += request.num_known_tokens - request.num_queued_tokens
+        request.num_queued_tokens = request.num_known_tokens
+
     def _remove(self, request: Request) -> None:
         kept = [entry for entry in self._heap if entry[1] is not request]
         if len(kept) + 1 != len(self._heap):
@@ -140,3 +145,7 @@ class LongestPrefixQueue(WaitingQueue):
         self._window.remove(request)
         self._chosen = None
         self._count(request, -1)
+
+    def discard(self, request: Request) -> None:
+        super().discard(request)
+        self._chosen = None                     # the window has room for another, which may be the better choice

@@ -240,10 +240,11 @@ class Scheduler:
         if self._unsettled and len(self.waiting):
             self.settle()                                   # someone may adopt these blocks
         budget = self.config.max_num_batched_tokens
+        self.suspects = [request for request in self.suspects if not request.is_finished]
         if self.suspects:
             drop_drafts(self.rows, self.rows.num_spec[:self.rows.n].nonzero()[0].tolist())
-            if self._serve_suspect(step, budget):
-                return step
+            self._serve_suspect(step, budget)
+            return step
         if self.config.policy == "priority":
             make_room_for_urgent(self, step)
         num_urgent = len(step.preempted)
@@ -415,11 +416,8 @@ class Scheduler:
                 self.publish_planned(request, planned + count, step)
         return prefill_budget
 
-    def _serve_suspect(self, step: Step, budget: int) -> bool:
-        """Plan the first suspect of a failed step alone; every other row waits. False: no suspect is left."""
-        self.suspects = [r for r in self.suspects if not r.is_finished]
-        if not self.suspects:
-            return False
+    def _serve_suspect(self, step: Step, budget: int) -> None:
+        """Plan the first suspect of a failed step alone; every other row waits."""
         rows, request = self.rows, self.suspects[0]
         if request.row < 0:
             self._until_it_fits(step, request, lambda: rows.n < rows.seats
@@ -433,7 +431,6 @@ class Scheduler:
             step.chunks.append((request, count))
             self.publish_planned(request, planned + count, step)
         step.idle += [r for r in rows.request[:rows.n] if r is not None and r is not request]
-        return True
 
     def _until_it_fits(self, step: Step, request: Request, fits: Callable[[], bool]) -> None:
         """Preempt others, last in order first, until `fits`."""

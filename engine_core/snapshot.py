@@ -94,7 +94,7 @@ class Frozen:
                           for r in core.requests.values()]
         self._computed: list[int] = rows.computed[:rows.n].tolist()
         self._prefilling = sorted(r.request_id for r in scheduler.prefilling)
-        self._suspects = [r.request_id for r in scheduler.suspects]
+        self._suspects = [r.request_id for r in scheduler.suspects if not r.is_finished]
         self._holds: list[bool] = rows.holds[:rows.n].tolist()
         self._moves = list(rows.moves)
         self._free_queue = list(blocks.free_queue)

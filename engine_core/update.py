@@ -164,6 +164,7 @@ def _update_some(scheduler: Scheduler, stop: StopChecker, record: PlanRecord, to
             if end is not None:
                 done.append((request, *end))
                 break
+        scheduler.waiting.recount(request)
         if scheduler.blocks.enable_prefix_caching:
             scheduler.hasher.extend(request.hashes, request.root, request.tokens)
     stats.num_wasted_tokens += num_dropped

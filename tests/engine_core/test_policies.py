@@ -177,6 +177,17 @@ def test_a_finished_request_leaves_the_window():
     assert [r.request_id for r in queue] == [1, 3] and drain(queue) == [1, 3] and len(queue) == 0
 
 
+def test_a_finished_request_makes_room_in_the_window():
+    queue, _ = lpm_queue({2: 8, LPM_WINDOW + 1: 16})
+    requests = [make_request(i) for i in range(1, LPM_WINDOW + 2)]
+    for request in requests:
+        queue.push(request)
+    assert queue.peek().request_id == 2
+    requests[0].status = RequestStatus.FINISHED
+    queue.discard(requests[0])
+    assert queue.peek().request_id == LPM_WINDOW + 1
+
+
 def test_lpm_admits_what_the_cache_has_first():
     engine = Engine(policy="lpm", max_num_seqs=1)
     engine.add(1, [5] * 9, max_tokens=1)
