@@ -16,6 +16,7 @@ pytest.importorskip("numba")
 from worker.jit import norm  # noqa: E402
 from worker.jit import program as pg  # noqa: E402
 from worker.jit import step as st  # noqa: E402
+from worker.jit import team as team_module  # noqa: E402
 from worker.jit.team import MAX_OPS, MAX_ROWS, Team, get_team  # noqa: E402
 
 WIDTH = 32
@@ -50,6 +51,31 @@ def test_every_unit_of_every_operation_runs_once(num_threads: int) -> None:
         assert (adding.residual == 50 * times).all()
     team.stop()
     assert not any(thread.name.startswith("kernel") and thread in team._threads for thread in threading.enumerate())
+
+
+def test_two_who_start_a_team_at_once_start_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+    both = threading.Barrier(2)
+
+    class Code:
+        def compile(self, _: object) -> None:
+            try:
+                both.wait(0.3)                  # passed when both believe that it is theirs to start
+            except threading.BrokenBarrierError:
+                pass
+
+        def __call__(self, _: int, number: int) -> None:
+            numbers.append(number)
+
+    monkeypatch.setattr(team_module, "run_team", Code())
+    team = Team(3)
+    starters = [threading.Thread(target=team.start) for _ in range(2)]
+    for starter in starters:
+        starter.start()
+    for starter in starters:
+        starter.join()
+    team.stop()
+    assert sorted(number for number in numbers if number) == [1, 2]
 
 
 def test_programs_of_different_sizes_take_turns() -> None:

@@ -175,16 +175,18 @@ class Team:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Compile or load the code, then start the threads. Safe to call again."""
-        if self._is_started:
-            return
-        run_team.compile((types.intp, types.intp))
-        self._is_started = True
-        for number in range(1, self.num_threads):
-            thread = threading.Thread(target=self._work, args=(number,), name=f"kernel {number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        atexit.register(self.stop)
+        """Compile or load the code, then start the threads. Safe to call again, from another thread too: a worker that
+        slept while an upgrade was being built starts the team itself."""
+        with self._lock:
+            if self._is_started:
+                return
+            run_team.compile((types.intp, types.intp))
+            self._is_started = True
+            for number in range(1, self.num_threads):
+                thread = threading.Thread(target=self._work, args=(number,), name=f"kernel {number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            atexit.register(self.stop)
 
     def _work(self, number: int) -> None:
         """A bound method, so that a thread keeps the memory it reads alive until it has left."""
@@ -233,9 +235,8 @@ _teams: dict[int, Team] = {}
 def get_team(num_threads: int = 0) -> Team:
     """The process's team of this size; 0: one thread per usable core. Started at its first program."""
     count = num_threads or usable_cores()
-    if count not in _teams:
-        _teams[count] = Team(count)
-    return _teams[count]
+    team = _teams.get(count)
+    return _teams.setdefault(count, Team(count)) if team is None else team
 
 
 def usable_cores() -> int:
