@@ -55,8 +55,11 @@ def test_two_servers_share_a_port_a_core_and_their_counts(tiny_model: str, temp:
         for path, state in (("/pause", True), ("/resume", False)):
             assert call(server, "POST", path)[0] == 200
             assert {json.loads(call(server, "GET", "/is_paused")[1])["is_paused"] for _ in range(12)} == {state}
+        assert call(server, "POST", "/pause")[0] == 200
         os.kill(second, signal.SIGKILL)
         wait_until(lambda: "serving again" in server.screen)
+        assert {json.loads(call(server, "GET", "/is_paused")[1])["is_paused"] for _ in range(12)} == {True}
+        assert call(server, "POST", "/resume")[0] == 200
         again = [int(pid) for pid in re.findall(r"\d+", server.screen.rpartition("PIDs")[2])]
         assert first in again and second not in again and len(again) == 5
         for _ in range(12):
