@@ -33,6 +33,7 @@ from worker.linear.kernel import KernelLinear
 from worker.linear.pack import pack_float32
 from worker.linear.route import PackedLinear
 from worker.models.flat_model import FlatModel
+from worker.models.ops import TORCH_OPS
 from worker.models.layers import Linear
 from worker.models.loader import load_model
 
@@ -58,6 +59,8 @@ class SlotAttention:
     Decode attends over a view of the cache, never a copy: with holes among the running slots, the queries are spread
     over all slots up to the last running one, which costs less than gathering keys and values.
     """
+
+    ops = TORCH_OPS
 
     def write(self, cache: tuple[Tensor, Tensor], k: Tensor, v: Tensor, step: SlotStep) -> None:
         """k, v [N, Hkv, D]."""
@@ -221,6 +224,8 @@ class SlotEngine:
 class PlainAttention:
     """Decode rows of equal length over a [batch, Hkv, tokens, D] cache; meta is the position. No mask, no bookkeeping:
     the fastest this model's decode can be with these modules, which is what the baseline is held against."""
+
+    ops = TORCH_OPS
 
     def write(self, cache: tuple[Tensor, Tensor], k: Tensor, v: Tensor, position: int) -> None:
         cache[0][:, :, position], cache[1][:, :, position] = k, v

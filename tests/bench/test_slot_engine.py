@@ -12,6 +12,7 @@ from bench.slot_engine import SlotEngine, load_seed_model, measure_plain_decode,
 from ipc.model_config import from_hf_config
 from ipc.model_source import ModelFiles
 from worker.models.flat_model import FlatModel
+from worker.models.ops import TORCH_OPS
 from worker.models.loader import load_model
 
 TINY = {
@@ -45,6 +46,8 @@ def model() -> FlatModel:
 
 class WholePrefix:
     """Attention without a cache: every call computes all positions of one request in plain float32 arithmetic."""
+
+    ops = TORCH_OPS
 
     def write(self, cache: list[Tensor], k: Tensor, v: Tensor, meta: None) -> None:
         cache[:] = [k, v]
