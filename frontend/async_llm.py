@@ -368,10 +368,13 @@ class AsyncLLM:
             await stream.aclose()
 
     def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+                    documents: list[dict[str, Any]] | None = None, reasoning_effort: str | None = None,
                     add_generation_prompt: bool = True, continue_final_message: bool = False,
                     chat_template_kwargs: dict[str, Any] | None = None) -> bytes:
         """The conversation as int32 token ids. Raises RequestError when the template refuses it."""
-        text = self.chat_template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt,
+        text = self.chat_template.render(messages, tools=tools, documents=documents,
+                                         reasoning_effort=reasoning_effort,
+                                         add_generation_prompt=add_generation_prompt,
                                          continue_final_message=continue_final_message,
                                          chat_template_kwargs=chat_template_kwargs)
         return self.tokenizer.encode(text, False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -53,13 +54,15 @@ class ChatTemplate:
         *,
         tools: list[dict[str, Any]] | None = None,
         documents: list[dict[str, Any]] | None = None,
+        reasoning_effort: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
         """The prompt for `messages`. Encode it without adding special tokens: the template wrote them.
 
-        continue_final_message leaves the last message open, so that the model goes on with its text.
+        continue_final_message leaves the last message open, so that the model goes on with its text. reasoning_effort
+        becomes the template's variable of that name; where it only has enable_thinking, "none" turns that off.
         Raises RequestError for whatever the template or this function cannot do with the request.
         """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
@@ -71,6 +74,11 @@ class ChatTemplate:
             raise RequestError("continue_final_message and add_generation_prompt exclude each other: set "
                                "add_generation_prompt to false", "continue_final_message")
         extra = _check_kwargs(chat_template_kwargs or {}, self._special_tokens)
+        if reasoning_effort is not None:
+            extra = _effort(reasoning_effort, self._sources[name]) | extra
+        if documents and "documents" not in self._sources[name]:
+            raise RequestError("documents are given, and this model's chat template shows none; put their text into a "
+                               "message", "documents")
         keeps_none = "none" in self._sources[name].lower()
         texts = [_normalise(message, index, keeps_none) for index, message in enumerate(messages)]
         if not texts:
@@ -178,6 +186,18 @@ def _check_kwargs(kwargs: dict[str, Any], special_tokens: Mapping[str, str]) -> 
             raise RequestError(f"chat_template_kwargs: {name!r} must be text, a number, true, false, null, or lists "
                                f"and objects of those (at most 4 deep)", "chat_template_kwargs")
     return kwargs
+
+
+def _effort(effort: str, source: str) -> dict[str, Any]:
+    """The template's variables for a reasoning_effort. Raises RequestError where it has none for it."""
+    if re.search(r"\breasoning_effort\b", source):
+        return {"reasoning_effort": effort}
+    has_switch = re.search(r"\benable_thinking\b", source) is not None
+    if has_switch and effort == "none":
+        return {"enable_thinking": False}
+    fix = "leave it out, or send \"none\", which turns thoughts off" if has_switch else "leave it out"
+    raise RequestError(f"reasoning_effort is {effort[:60]!r}; this model's chat template has no such levels: {fix}",
+                       "reasoning_effort")
 
 
 def _is_plain(value: Any, depth: int) -> bool:

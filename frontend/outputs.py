@@ -36,6 +36,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None        # the stop token id or stop string that ended it
     logprobs: list[Logprobs] | None = None      # one entry per entry of token_ids, when asked for
     cumulative_logprob: float | None = None     # of all tokens so far
+    num_echoed: int = 0                         # of token_ids: the prompt's, which `echo` put in front
 
 
 @dataclasses.dataclass(slots=True)

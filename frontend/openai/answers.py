@@ -4,6 +4,7 @@ from __future__ import annotations
 import msgspec
 
 from frontend.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from frontend.openai.token_details import PromptLogprobs
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -57,6 +58,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str
     stop_reason: int | str | None = None
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET        # when asked for
 
 
 class CompletionChoice(msgspec.Struct):
@@ -66,6 +68,9 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str
     stop_reason: int | str | None = None
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET     # these three when asked for
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatResponse(msgspec.Struct):
@@ -77,6 +82,8 @@ class ChatResponse(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET     # these two when asked for
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionResponse(msgspec.Struct):

@@ -116,7 +116,7 @@ async def create_message(exchange: Exchange, engine: EngineLike) -> None:
     if request.stream:
         await _stream(exchange, call, parts)
         return
-    [(choice, reason)], usage = await collect_answer(exchange, [call.run("final")], 1)
+    [(choice, reason)], usage, _ = await collect_answer(exchange, [call.run("final")], 1)
     blocks = Blocks()
     _feed(blocks, parts, choice.text, True)
     if not blocks.blocks:

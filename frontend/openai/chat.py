@@ -26,6 +26,7 @@ from frontend.openai.generation import (
 from frontend.openai.limits import check_choices
 from frontend.openai.logprobs import ChatLogprobs, ChoiceLogprobs, encode_logprobs
 from frontend.openai.protocol import ChatRequest, sampling_params
+from frontend.openai.token_details import ids_of, prompt_ids_of, prompt_logprobs_of
 from frontend.outputs import CompletionOutput
 from frontend.reasoning import BEGIN, ReasoningSplitter
 from frontend.tools.request import ToolUse, tool_use
@@ -61,18 +62,22 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
                              cache_salt=exchange.cache_salt(request.cache_salt),
                              output_kind="delta" if request.stream else "final", add_special_tokens=False,
                              sink=pusher)
-    writers = [ChoiceLogprobs(engine.tokenizer, request.top_logprobs or 0, params.skip_special_tokens)
+    writers = [ChoiceLogprobs(engine.tokenizer, request.top_logprobs or 0, params.skip_special_tokens,
+                              bool(request.return_tokens_as_token_ids))
                for _ in range(n if request.logprobs else 0)]
     if request.stream:
         await stream_answer(exchange, request, head, True, [stream], n, (
             lambda index, choice: encode_logprobs(_chat_logprobs(writers[index], choice))) if writers else None,
             parts_of, pusher)
         return
-    choices, usage = await collect_answer(exchange, [stream], n)
+    choices, usage, last = await collect_answer(exchange, [stream], n)
+    with_ids = bool(request.return_token_ids)
     answer = ChatResponse(head.id, head.created, head.model, head.fingerprint, [
         _choice(index, choice, reason, _chat_logprobs(writers[index], choice) if writers else None,
-                None if parts_of is None else parts_of(index))
-        for index, (choice, reason) in enumerate(choices)], usage)
+                None if parts_of is None else parts_of(index), with_ids)
+        for index, (choice, reason) in enumerate(choices)], usage,
+        prompt_logprobs=prompt_logprobs_of(last[0], request.prompt_logprobs is not None),
+        prompt_token_ids=prompt_ids_of(last[0], with_ids))
     await exchange.reply(200, msgspec.json.encode(answer))
 
 
@@ -82,11 +87,12 @@ def _chat_logprobs(writer: ChoiceLogprobs, choice: CompletionOutput) -> ChatLogp
 
 
 def _choice(index: int, choice: CompletionOutput, reason: str, logprobs: ChatLogprobs | None,
-            parts: ChoiceParts | None) -> ChatChoice:
-    if parts is None:
-        return ChatChoice(index, AnswerMessage("assistant", choice.text), reason, choice.stop_reason, logprobs)
-    message = parts.message(choice.text)
-    return ChatChoice(index, message, parts.finish_reason(reason), choice.stop_reason, logprobs)
+            parts: ChoiceParts | None, with_ids: bool) -> ChatChoice:
+    message, ids = AnswerMessage("assistant", choice.text), ids_of(choice, with_ids)
+    if parts is not None:
+        message = parts.message(choice.text)
+        reason = parts.finish_reason(reason)
+    return ChatChoice(index, message, reason, choice.stop_reason, logprobs, ids)
 
 
 def with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
@@ -127,21 +133,23 @@ async def _render(engine: EngineLike, request: ChatRequest, body_bytes: int, too
                         add_generation_prompt=request.add_generation_prompt,
                         continue_final_message=bool(request.continue_final_message),
                         chat_template_kwargs=request.chat_template_kwargs,
-                        tools=None if tools is None else tools.shown)
+                        tools=None if tools is None else tools.shown, documents=request.documents,
+                        reasoning_effort=request.reasoning_effort)
 
 
 async def render(engine: EngineLike, messages: list[dict[str, Any]], body_bytes: int, *,
                  add_generation_prompt: bool | None = None, continue_final_message: bool = False,
                  chat_template_kwargs: dict[str, Any] | None = None,
-                 tools: list[dict[str, Any]] | None = None) -> bytes:
+                 tools: list[dict[str, Any]] | None = None, documents: list[dict[str, Any]] | None = None,
+                 reasoning_effort: str | None = None) -> bytes:
     """Token ids of a conversation, made in a thread when it is long. Raises RequestError."""
     options: dict[str, Any] = {
         "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         "continue_final_message": continue_final_message,
         "chat_template_kwargs": chat_template_kwargs,
     }
-    if tools:
-        options["tools"] = tools
+    given = {"tools": tools, "documents": documents, "reasoning_effort": reasoning_effort}
+    options |= {name: value for name, value in given.items() if value not in (None, [])}
     if body_bytes > THREAD_BODY_BYTES:
         return await asyncio.to_thread(engine.render_chat, messages, **options)
     return engine.render_chat(messages, **options)

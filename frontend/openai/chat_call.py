@@ -47,7 +47,7 @@ class ChatCall:
 async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[dict[str, Any]], num_bytes: int,
                     call_id: str, cache_salt: str, renamed: Mapping[str, str], *,
                     continue_final_message: bool = False, tools: ToolUse | None = None,
-                    form: StructuredOutputs | None = None) -> ChatCall:
+                    form: StructuredOutputs | None = None, reasoning_effort: str | None = None) -> ChatCall:
     """Template, tokens and checked parameters. `form`: of the output; `renamed`: the API's names for sampling
     parameters -> ours.
 
@@ -59,9 +59,12 @@ async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[
         params = params.replace(structured_outputs=form)
     if tools is not None:
         params = with_tools(params, tools)
-    prompt = await render(engine, messages, num_bytes, continue_final_message=continue_final_message,
-                          chat_template_kwargs=getattr(request, "chat_template_kwargs", None),
-                          tools=None if tools is None else tools.shown)
+    try:
+        prompt = await render(engine, messages, num_bytes, continue_final_message=continue_final_message,
+                              chat_template_kwargs=getattr(request, "chat_template_kwargs", None),
+                              tools=None if tools is None else tools.shown, reasoning_effort=reasoning_effort)
+    except RequestError as exc:
+        raise _theirs(exc, renamed) from None
     if params.max_tokens is None:
         room = engine.default_max_tokens(len(prompt) // 4)
         if room >= 1:                           # else the engine refuses the prompt, with both numbers
@@ -79,10 +82,13 @@ def _params(request: msgspec.Struct, renamed: Mapping[str, str]) -> SamplingPara
     try:
         return SamplingParams(**given)
     except RequestError as exc:
-        theirs = {ours: field for field, ours in renamed.items()}.get(exc.param or "")
-        if theirs is None or exc.param is None:
-            raise
-        raise RequestError(str(exc).replace(exc.param, theirs, 1), theirs) from None
+        raise _theirs(exc, renamed) from None
+
+
+def _theirs(exc: RequestError, renamed: Mapping[str, str]) -> RequestError:
+    """The same with the API's name of the field."""
+    theirs = {ours: field for field, ours in renamed.items()}.get(exc.param or "")
+    return exc if theirs is None else RequestError(str(exc).replace(exc.param or "", theirs, 1), theirs)
 
 
 def text_of(content: Any, where: str, kinds: tuple[str, ...]) -> str:

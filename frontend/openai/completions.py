@@ -23,6 +23,7 @@ from frontend.openai.generation import (
 from frontend.openai.limits import check_choices
 from frontend.openai.logprobs import ChoiceLogprobs, Shape, encode_logprobs, shaped
 from frontend.openai.protocol import CompletionRequest, field_error, sampling_params
+from frontend.openai.token_details import ids_of, prompt_ids_of, prompt_logprobs_of
 from ipc.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 16         # OpenAI's
@@ -53,17 +54,21 @@ async def create_completion(exchange: Exchange, engine: EngineLike) -> None:
                                output_kind="delta" if request.stream else "final",
                                add_special_tokens=add_special_tokens, sink=pusher), _shape(engine, request, prompt))
                for index, prompt in enumerate(prompts)]
-    writers = [ChoiceLogprobs(engine.tokenizer, request.logprobs, params.skip_special_tokens)
+    writers = [ChoiceLogprobs(engine.tokenizer, request.logprobs, params.skip_special_tokens,
+                              bool(request.return_tokens_as_token_ids))
                for _ in range(n * len(prompts))] if request.logprobs is not None else []
     if request.stream:
         await stream_answer(exchange, request, head, False, streams, n, (
             lambda index, choice: encode_logprobs(writers[index].completion(choice.token_ids, choice.logprobs or [])))
             if writers else None, None, pusher)
         return
-    choices, usage = await collect_answer(exchange, streams, n)
+    choices, usage, last = await collect_answer(exchange, streams, n)
+    with_ids = bool(request.return_token_ids)
     answer = CompletionResponse(head.id, head.created, head.model, head.fingerprint, [
         CompletionChoice(index, choice.text, reason, choice.stop_reason,
-                         writers[index].completion(choice.token_ids, choice.logprobs or []) if writers else None)
+                         writers[index].completion(choice.token_ids, choice.logprobs or []) if writers else None,
+                         prompt_logprobs_of(last[index // n], request.prompt_logprobs is not None),
+                         prompt_ids_of(last[index // n], with_ids), ids_of(choice, with_ids))
         for index, (choice, reason) in enumerate(choices)], usage)
     await exchange.reply(200, msgspec.json.encode(answer))
 

@@ -15,13 +15,13 @@ import msgspec
 from frontend.openai.completions import checked_prompt, parse_prompt
 from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
-from frontend.openai.generation import check_engine, check_model
+from frontend.openai.generation import check_engine, check_model, truncated
 from frontend.openai.limits import check_choices
 from frontend.openai.protocol import NeutralValues
 from ipc.errors import RequestError
 from ipc.sampling_params import check_priority
 
-NEUTRAL_VALUES: NeutralValues = {"dimensions": (), "truncate_prompt_tokens": ()}
+NEUTRAL_VALUES: NeutralValues = {"dimensions": ()}
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
@@ -32,6 +32,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     pooling: str | None = None                  # "last" or "mean"
     normalize: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None   # only so many last tokens are used; -1: as many as fit
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
@@ -75,6 +76,9 @@ async def create_embeddings(exchange: Exchange, engine: EngineLike) -> None:
     check_choices(1, len(raw), exchange.limits.max_choices)
     add_special_tokens = request.add_special_tokens is not False
     prompts = [checked_prompt(engine, prompt, index, add_special_tokens) for index, prompt in enumerate(raw)]
+    if (limit := request.truncate_prompt_tokens) is not None:
+        prompts = [truncated(engine.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt,
+                             limit, engine, 1) for prompt in prompts]
     name = f"embd-{secrets.token_hex(16)}"
     tasks = [asyncio.create_task(engine.encode(
         prompt, pooling=request.pooling or "last", normalize=request.normalize is not False,

@@ -63,6 +63,7 @@ class EngineLike(Protocol):
                      cache_salt: str = "") -> PoolingRequestOutput: ...
 
     def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+                    documents: list[dict[str, Any]] | None = None, reasoning_effort: str | None = None,
                     add_generation_prompt: bool = True, continue_final_message: bool = False,
                     chat_template_kwargs: dict[str, Any] | None = None) -> bytes:
         """Token ids as int32 little-endian bytes. Called from a thread for long chats."""

@@ -86,9 +86,7 @@ class Exchange:
         """The decoded body and its size. Fields nobody documents are named in a header of the answer."""
         body = await self.read_json()
         request, ignored = protocol.decode(cls, body)
-        if request.request_id is not None and self.header(b"x-request-id") is None:
-            limit = self.limits.max_request_id_chars
-            self.request_id = checked_request_id(request.request_id.encode(), limit, "request_id")
+        self._take_request_id(request.request_id)
         if request.return_timings is not None:
             self.returns_timings = request.return_timings
         if ignored:
@@ -99,9 +97,15 @@ class Exchange:
         """`read_request` for bodies of another family, with their own table of fields not supported."""
         body = await self.read_json()
         request, ignored = protocol.decode_fields(cls, body, neutral)
+        self._take_request_id(getattr(request, "request_id", None))
         if ignored:
             self.headers.append((b"x-ignored-fields", protocol.note_ignored(self.request_id, cls, ignored)))
         return request, len(body)
+
+    def _take_request_id(self, asked: str | None) -> None:
+        """The body's, unless a header brought one. Raises RequestError."""
+        if asked is not None and self.header(b"x-request-id") is None:
+            self.request_id = checked_request_id(asked.encode(), self.limits.max_request_id_chars, "request_id")
 
     def cache_salt(self, asked: str | None = None) -> str:
         """What keys the prefix cache of this request: callers with different keys, or who ask for different salts,

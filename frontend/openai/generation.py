@@ -22,6 +22,7 @@ from frontend.openai.engine import EngineLike
 from frontend.openai.errors import NotReadyError
 from frontend.openai.exchange import Exchange
 from frontend.openai.protocol import GenerationRequest
+from frontend.openai.token_details import members, prompt_member
 from frontend.outputs import FINISH_ABORT, FINISH_ERROR, CompletionOutput, RequestMetrics, RequestOutput
 from frontend.request_log import parts
 from ipc.errors import EngineDeadError, ModelNotFoundError, RequestError, RequestFailedError
@@ -205,7 +206,9 @@ async def stream_answer(exchange: Exchange, request: GenerationRequest, head: An
     counter = UsageCounter(len(streams))
     exchange.is_stream = True
     awaiting_role = is_chat
-    if pusher is not None and logprobs is None and not in_every_chunk:
+    begun: set[int] = set()                 # choices of completions that had their first chunk
+    with_ids = bool(request.return_token_ids)
+    if pusher is not None and logprobs is None and not in_every_chunk and not with_ids:
         pusher.open(exchange, encoder, parts)
     async with exchange.watch(), contextlib.aclosing(merge(streams)) as news:
         async for prompt_index, output in news:
@@ -213,11 +216,17 @@ async def stream_answer(exchange: Exchange, request: GenerationRequest, head: An
             usage = counter.json() if in_every_chunk else None
             data = b""
             if awaiting_role:
-                data = b"".join(encoder.role(index, usage) for index in range(n * len(streams)))
+                member = prompt_member(output) if with_ids else b""
+                data = b"".join(encoder.role(index, usage, member) for index in range(n * len(streams)))
                 awaiting_role = False
             for choice in output.outputs:
                 index = prompt_index * n + choice.index
                 told = None if logprobs is None or not choice.token_ids else logprobs(index, choice)
+                if with_ids:
+                    told = members(choice, told)
+                    if not is_chat and index not in begun:
+                        begun.add(index)
+                        told += prompt_member(output)
                 if parts is not None:
                     data += _split_chunks(encoder, parts(index), index, choice, usage, told)
                 elif choice.finish_reason is not None:
@@ -248,13 +257,16 @@ def _split_chunks(encoder: sse.ChunkEncoder, parts: ChoiceParts, index: int, cho
 
 
 async def collect_answer(exchange: Exchange, streams: Sequence[OutputStream], n: int
-                         ) -> tuple[list[tuple[CompletionOutput, str]], Usage]:
-    """All choices in order, each with its finish_reason. `streams` are of kind "final" or "cumulative"."""
+                         ) -> tuple[list[tuple[CompletionOutput, str]], Usage, dict[int, RequestOutput]]:
+    """All choices in order, each with its finish_reason; the usage; the last output of each prompt. `streams` are of
+    kind "final" or "cumulative"."""
     counter = UsageCounter(len(streams))
+    last: dict[int, RequestOutput] = {}
     choices: dict[int, CompletionOutput] = {}
     async with exchange.watch(), contextlib.aclosing(merge(streams)) as news:
         async for prompt_index, output in news:
             counter.update(prompt_index, output)
+            last[prompt_index] = output
             for choice in output.outputs:
                 choices[prompt_index * n + choice.index] = choice
     if len(choices) != n * len(streams):
@@ -262,4 +274,4 @@ async def collect_answer(exchange: Exchange, streams: Sequence[OutputStream], n:
     if exchange.returns_timings:
         exchange.headers.append(counter.server_timing())
     found = [(choices[index], checked_finish(choices[index])) for index in sorted(choices)]
-    return found, counter.usage(exchange.returns_timings)
+    return found, counter.usage(exchange.returns_timings), last

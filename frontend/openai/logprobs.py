@@ -49,10 +49,12 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class ChoiceLogprobs:
-    """Of one choice; call it with each of its pieces in order. `num_top`: alternatives per token."""
+    """Of one choice; call it with each of its pieces in order. `num_top`: alternatives per token; names_ids: tokens
+    are named token_id:17, which no two share."""
 
-    def __init__(self, tokenizer: TokenizerLike, num_top: int, skip_special_tokens: bool) -> None:
-        self._tokenizer, self._num_top = tokenizer, num_top
+    def __init__(self, tokenizer: TokenizerLike, num_top: int, skip_special_tokens: bool,
+                 names_ids: bool = False) -> None:
+        self._tokenizer, self._num_top, self._names_ids = tokenizer, num_top, names_ids
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._is_first = True                   # no token has been shown yet
         self._offset = 0
@@ -67,8 +69,8 @@ class ChoiceLogprobs:
             is_end = stop_token is not None and token == stop_token and index == len(tokens) - 1
             data = b"" if is_end else self._shown(token)
             top = sorted((item for item in found.items() if item[1].rank <= self._num_top), key=_by_rank)
-            content.append(TokenLogprob(self._name(token), _value(found[token]), list(data), [
-                TopLogprob(self._name(other), _value(logprob), list(self._tokenizer.token_bytes(other)))
+            content.append(TokenLogprob(self._name(token), value_of(found[token]), list(data), [
+                TopLogprob(self._name(other), value_of(logprob), list(self._tokenizer.token_bytes(other)))
                 for other, logprob in top[:self._num_top]]))
         return ChatLogprobs(content)
 
@@ -78,18 +80,20 @@ class ChoiceLogprobs:
         for token, entry in zip(tokens, entries):
             result.tokens.append(self._name(token))
             result.text_offset.append(self._offset)
-            result.token_logprobs.append(None if entry is None else _value(entry[token]))
+            result.token_logprobs.append(None if entry is None else value_of(entry[token]))
             top: dict[str, float] | None = None
             if entry is not None:
                 top = {}
                 for other, logprob in sorted(entry.items(), key=_by_rank):
-                    top.setdefault(self._name(other), _value(logprob))
+                    top.setdefault(self._name(other), value_of(logprob))
             result.top_logprobs.append(top)
             self._advance(self._shown(token))
         return result
 
     def _name(self, token: int) -> str:
         """The token as text; one that is no whole characters as OpenAI writes it: bytes:\\xe4\\xb8."""
+        if self._names_ids:
+            return f"token_id:{token}"
         data = self._tokenizer.token_bytes(token)
         try:
             return data.decode()
@@ -123,7 +127,8 @@ def _by_rank(item: tuple[int, Logprob]) -> int:
     return item[1].rank
 
 
-def _value(logprob: Logprob) -> float:
+def value_of(logprob: Logprob) -> float:
+    """As JSON can hold it."""
     return max(logprob.logprob, FLOOR)          # also of -inf
 
 
@@ -155,6 +160,7 @@ async def shaped(stream: AsyncGenerator[RequestOutput, None], shape: Shape) -> A
                     echoed.add(choice.index)
                     choice.text = shape.prompt + choice.text
                     choice.token_ids = output.prompt_token_ids + choice.token_ids
+                    choice.num_echoed = len(output.prompt_token_ids)
                     if choice.logprobs is not None and prompt_logprobs is not None:
                         choice.logprobs = [*prompt_logprobs, *choice.logprobs]  # type: ignore[list-item]
             yield output

@@ -60,6 +60,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None          # of each prompt token and this many likeliest; not with stream
+    return_token_ids: bool | None = None        # those of the prompt and of the output
+    return_tokens_as_token_ids: bool | None = None      # log-probabilities name tokens token_id:17
     truncate_prompt_tokens: int | None = None   # only so many last tokens of a prompt are used; -1: as many as fit
     priority: int | None = None                 # lower runs first
     cache_salt: str | None = None               # requests with different ones share no cached blocks
@@ -88,6 +91,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None     # false: at most one call, where a grammar enforces calls
+    documents: list[dict[str, Any]] | None = None   # where the model's template shows some
+    reasoning_effort: str | None = None         # where the model's template has levels, or can turn thoughts off
     include_reasoning: bool | None = None       # false: what the model thinks is left out
 
 
@@ -144,10 +149,7 @@ NEUTRAL_VALUES: NeutralValues = {
     "min_new_tokens": (0,),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_penalty": (1,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "thinking_token_budget": (),
@@ -175,6 +177,9 @@ def decode(cls: type[R], body: bytes) -> tuple[R, list[str]]:
     """
     request, ignored = decode_fields(cls, body, NEUTRAL_VALUES)
     _check_stream_options(request)
+    if request.stream and request.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs is given and stream is true; they do not go together: leave one out",
+                           "prompt_logprobs")
     check_priority(request.priority)
     return request, ignored
 
@@ -287,7 +292,7 @@ def sampling_params(request: GenerationRequest, default_max_tokens: int | None) 
     elif isinstance(request, CompletionRequest):
         given["logprobs"] = request.logprobs
         if request.echo:
-            given["prompt_logprobs"] = request.logprobs
+            given.setdefault("prompt_logprobs", request.logprobs)
             if max_tokens == 0:                 # one is made, and dropped
                 given["max_tokens"] = 1
     given["structured_outputs"] = structured_outputs_of(request)

@@ -26,7 +26,7 @@ from frontend.openai.response_store import ResponseStore, StoredResponse
 from frontend.openai.responses_events import ResponseEvents
 from frontend.openai.responses_items import OutputItems, chat_choice, chat_tools, input_messages
 from frontend.openai.responses_protocol import (NEUTRAL, DeletedResponse, IncompleteDetails, ResponseBody,
-                                                ResponseError, ResponsesRequest, usage_of)
+                                                ResponseError, ResponsesRequest, effort_of, usage_of)
 from frontend.openai.routes import Row
 from frontend.openai.structured import structured_outputs_of_text
 from frontend.tools.request import ToolUse, tool_use
@@ -34,7 +34,7 @@ from ipc.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-RENAMED = {"max_output_tokens": "max_tokens"}
+RENAMED = {"max_output_tokens": "max_tokens", "reasoning.effort": "reasoning_effort"}
 
 
 def rows(store: ResponseStore) -> list[Row]:
@@ -99,11 +99,12 @@ async def create_response(store: ResponseStore, exchange: Exchange, engine: Engi
                                "can be continued", "previous_response_id")
         messages = msgspec.json.decode(previous.conversation) + messages
         num_bytes += len(previous.conversation)
+    effort = effort_of(request.reasoning)
     # Instructions are of this response only: a later one brings its own.
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     call = await make_call(engine, request, system + messages, num_bytes, f"resp_{secrets.token_hex(16)}",
                            exchange.cache_salt(request.cache_salt), RENAMED, tools=_tools(request, engine),
-                           form=structured_outputs_of_text(request.text))
+                           form=structured_outputs_of_text(request.text), reasoning_effort=effort)
     body = ResponseBody(
         id=call.id, created_at=int(time.time()), model=engine.served_model_name, status="in_progress",
         instructions=request.instructions, max_output_tokens=request.max_output_tokens,
@@ -111,7 +112,7 @@ async def create_response(store: ResponseStore, exchange: Exchange, engine: Engi
         temperature=call.params.temperature, top_p=call.params.top_p, store=request.store is not False,
         background=bool(request.background), user=request.user, tools=request.tools or [],
         tool_choice=request.tool_choice or "auto", parallel_tool_calls=request.parallel_tool_calls is not False,
-        text=request.text or {"format": {"type": "text"}})
+        text=request.text or {"format": {"type": "text"}}, reasoning={"effort": effort, "summary": None})
     run = _Run(store, exchange.caller, call, body, messages)
     if request.background:
         store.check_running()
@@ -122,7 +123,7 @@ async def create_response(store: ResponseStore, exchange: Exchange, engine: Engi
         await _stream(exchange, run)
         return
     else:
-        [(choice, reason)], usage = await collect_answer(exchange, [call.run("final")], 1)
+        [(choice, reason)], usage, _ = await collect_answer(exchange, [call.run("final")], 1)
         run.feed(choice.text, True)
         run.finish(reason, usage)
     await exchange.reply(200, msgspec.json.encode(body))

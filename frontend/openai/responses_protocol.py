@@ -11,6 +11,7 @@ import msgspec
 from frontend.openai.answers import Usage
 from frontend.openai.protocol import NeutralValues
 from frontend.openai.responses_items import OutputItem
+from ipc.errors import RequestError
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -35,6 +36,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     safety_identifier: Any = None
     service_tier: Any = None
     user: str | None = None
+    reasoning: dict[str, Any] | None = None     # {"effort": ...}, where the model's template has levels
     text: dict[str, Any] | None = None          # {"format": ...}: text, json_object or json_schema
     top_k: int | None = None
     min_p: float | None = None
@@ -45,17 +47,29 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    request_id: str | None = None               # as the header x-request-id, which wins
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-# Documented by OpenAI, not supported: the values that ask for nothing.
+# Documented by OpenAI, or vLLM's for chats, not supported: the values that ask for nothing.
 NEUTRAL: NeutralValues = {
     "access_programs": (), "background_options": (), "context_management": ([],), "conversation": (), "image": (),
     "include": ([], ["reasoning.encrypted_content"]), "max_tool_calls": (), "moderation": (), "prompt": (),
-    "reasoning": ({}, {"effort": None, "summary": None}), "stream_options": ({}, {"include_obfuscation": False}),
+    "stream_options": ({}, {"include_obfuscation": False}),
     "top_logprobs": (0,), "truncation": ("disabled",),
+    "add_generation_prompt": (True,), "chat_template": (), "continue_final_message": (False,), "documents": ([],),
+    "echo": (False,), "include_reasoning": (True,), "logprobs": (False,), "prompt_logprobs": (),
+    "reasoning_effort": (), "response_format": (), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "structured_outputs": (), "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
 }
 
 
@@ -129,3 +143,15 @@ def usage_of(usage: Usage) -> ResponseUsage:
     """The counts under this API's names."""
     return ResponseUsage(usage.prompt_tokens, InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
                          usage.completion_tokens, OutputTokensDetails(), usage.total_tokens)
+
+
+def effort_of(reasoning: dict[str, Any] | None) -> str | None:
+    """The wanted effort; summaries of thoughts are not made. Raises RequestError that names what cannot be honoured."""
+    given = {name: value for name, value in (reasoning or {}).items() if value is not None}
+    effort = given.pop("effort", None)
+    for name in given:
+        raise RequestError(f"reasoning.{name} is given, which this server does not support; leave it out",
+                           f"reasoning.{name}")
+    if effort is not None and not isinstance(effort, str):
+        raise RequestError("reasoning.effort must be text", "reasoning.effort")
+    return effort

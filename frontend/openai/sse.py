@@ -63,10 +63,10 @@ class ChunkEncoder:
     def _close(self, usage: bytes | None) -> bytes:
         return self._tail if usage is None else b'],"usage":' + usage + b"}\n\n"
 
-    def role(self, index: int, usage: bytes | None = None) -> bytes:
-        """The first chunk of a chat choice."""
+    def role(self, index: int, usage: bytes | None = None, member: bytes = b"") -> bytes:
+        """The first chunk of a chat choice. `member`: JSON that belongs beside the choices, with a comma before it."""
         return (self._head + b'{"index":%d,"delta":{"role":"assistant","content":""' % index + self._after_text
-                + self._close(usage))
+                + b"]" + member + self._close(usage)[1:])
 
     def text(self, index: int, text: str, usage: bytes | None = None, logprobs: bytes | None = None) -> bytes:
         """New text of a running choice: the hot path. `logprobs` is JSON."""

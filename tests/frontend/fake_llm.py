@@ -67,6 +67,7 @@ class FakeLLM:
         self.tokenizer = ByteTokenizer(bos)
         self.tool_format = get_format("hermes")
         self.has_reasoning = False
+        self.has_levels = False                 # of reasoning_effort
         self.state: dict[str, Any] = {"ready": True, "dead": False, "phase": "serving", "reason": ""}
         self.error: Exception | None = None
         self.fail_after: tuple[int, Exception] | None = None
@@ -114,6 +115,8 @@ class FakeLLM:
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> bytes:
         self.chats.append((messages, options))
+        if options.get("reasoning_effort") and not self.has_levels:
+            raise RequestError("reasoning_effort: the template has no levels", "reasoning_effort")
         text = "".join(f"{m['role'][0]}:{m.get('content') or ''};" for m in messages)
         return self.tokenizer.encode(text, False)
 

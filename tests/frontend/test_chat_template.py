@@ -162,3 +162,23 @@ def test_the_output_may_be_as_long_as_the_input_and_a_megabyte_more() -> None:
 def test_compiling_the_same_template_again_costs_nothing() -> None:
     first, second = ChatTemplate({"default": CHATML}), ChatTemplate({"default": CHATML})
     assert first._templates["default"] is second._templates["default"]
+
+
+def test_reasoning_effort_is_the_templates_variable_or_turns_thoughts_off_or_is_refused():
+    levels = "effort {{ reasoning_effort }}"
+    assert render(levels, reasoning_effort="low") == "effort low"
+    assert render(levels, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "effort high"
+    switch = "{% if enable_thinking is defined and enable_thinking is false %}quick{% else %}slow{% endif %}"
+    assert (render(switch, reasoning_effort="none"), render(switch)) == ("quick", "slow")
+    for source, effort, fix in ((switch, "low", 'send "none"'), ("x", "none", "leave it out")):
+        with pytest.raises(RequestError, match=fix) as caught:
+            render(source, reasoning_effort=effort)
+        assert caught.value.param == "reasoning_effort"
+
+
+def test_documents_need_a_template_that_shows_them():
+    shown = render("{% for d in documents %}{{ d.text }};{% endfor %}", documents=[{"text": "a"}, {"text": "b"}])
+    assert shown == "a;b;"
+    with pytest.raises(RequestError, match="documents") as caught:
+        render("x", documents=[{"text": "a"}])
+    assert caught.value.param == "documents"

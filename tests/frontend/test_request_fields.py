@@ -1,0 +1,228 @@
+"""Field by field: what OpenAI documents and what vLLM adds is honoured, a label, or refused by name. Nothing else."""
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+from array import array
+from typing import Any
+
+import httpx
+import pytest
+
+from frontend.openai.app import build_app
+from tests.frontend.fake_llm import events, post
+from tests.frontend.test_openai_logprobs import ScriptedLLM, llm
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+BASE: dict[str, dict[str, Any]] = {CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+                                   COMPLETIONS: {"prompt": "ba"}, RESPONSES: {"input": "hi"},
+                                   EMBEDDINGS: {"input": "hello"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+FLAT_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+JSON_OBJECT = {"type": "json_object"}
+
+# Field -> a value that asks for something. It must change what the engine or the caller gets.
+SAMPLING = {
+    "temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.25, "seed": 9, "min_tokens": 2, "stop": ["zz"],
+    "stop_token_ids": [3], "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
+    "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"1": 2.0},
+    "allowed_token_ids": [1, 2], "bad_words": ["x"]}
+ENGINE = {"priority": 3, "cache_salt": "s", "request_id": "mine"}
+GENERATION = {
+    **SAMPLING, **ENGINE, "max_tokens": 5, "max_completion_tokens": 6, "spaces_between_special_tokens": False,
+    "response_format": FORM, "structured_outputs": {"regex": "a+"}, "guided_json": SCHEMA, "guided_regex": "a+",
+    "guided_choice": ["a", "b"], "guided_grammar": 'root ::= "a"', "stream": True, "truncate_prompt_tokens": 1,
+    "logits_processors": ["mine"], "return_timings": True, "prompt_logprobs": 1, "return_token_ids": True}
+HONOURED: dict[str, dict[str, Any]] = {
+    CHAT: {**GENERATION, "add_generation_prompt": False, "continue_final_message": True,
+           "chat_template_kwargs": {"a": 1}, "logprobs": True, "tools": [TOOL], "documents": [{"text": "x"}],
+           "reasoning_effort": "low", "include_reasoning": False},
+    COMPLETIONS: {**GENERATION, "add_special_tokens": False, "logprobs": 1, "echo": True},
+    RESPONSES: {**SAMPLING, **ENGINE, "instructions": "Be brief.", "max_output_tokens": 5, "stream": True,
+                "metadata": {"a": "b"}, "tools": [FLAT_TOOL], "text": {"format": JSON_OBJECT}, "background": True,
+                "chat_template_kwargs": {"a": 1}, "store": False, "user": "u", "reasoning": {"effort": "low"}},
+    EMBEDDINGS: {**ENGINE, "encoding_format": "base64", "pooling": "mean", "normalize": False,
+                 "add_special_tokens": False, "truncate_prompt_tokens": 1}}
+# Those that only mean something beside others: (others, value).
+TOGETHER: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
+    CHAT: {"top_logprobs": ({"logprobs": True}, 2), "stream_options": ({"stream": True}, {"include_usage": True}),
+           "tool_choice": ({"tools": [TOOL]}, "required"),
+           "parallel_tool_calls": ({"tools": [TOOL], "tool_choice": "required"}, False),
+           "return_tokens_as_token_ids": ({"logprobs": True}, True), "n": ({"temperature": 1}, 2)},
+    COMPLETIONS: {"stream_options": ({"stream": True}, {"include_usage": True}), "n": ({"temperature": 1}, 2),
+                  "return_tokens_as_token_ids": ({"logprobs": 1}, True)},
+    RESPONSES: {"tool_choice": ({"tools": [FLAT_TOOL]}, "required"),
+                "parallel_tool_calls": ({"tools": [FLAT_TOOL], "tool_choice": "required"}, False)},
+    EMBEDDINGS: {}}
+LABELS = {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "auto", "safety_identifier": "s",
+          "prompt_cache_key": "k", "prompt_cache_retention": "24h"}
+ACCEPTED: dict[str, dict[str, Any]] = {
+    CHAT: LABELS, COMPLETIONS: {**LABELS, "parallel_tool_calls": True},
+    RESPONSES: {name: value for name, value in LABELS.items() if name not in HONOURED[RESPONSES]},
+    EMBEDDINGS: {"user": "u"}}
+REFUSED_TEXT = {"use_beam_search": True, "length_penalty": 2.0, "prompt_embeds": "x", "kv_transfer_params": {"a": 1},
+                "thinking_token_budget": 5, "min_new_tokens": 3, "mm_processor_kwargs": {"a": 1},
+                "vllm_xargs": {"a": 1}}
+REFUSED: dict[str, dict[str, Any]] = {
+    CHAT: {**REFUSED_TEXT, "audio": {"voice": "x"}, "function_call": {"name": "f"}, "functions": [{"name": "f"}],
+           "modalities": ["audio"], "prediction": {"type": "content"}, "verbosity": "low", "web_search_options": {},
+           "moderation": {"a": 1}, "best_of": 2, "echo": True, "suffix": "x", "chat_template": "x",
+           "add_special_tokens": True},
+    COMPLETIONS: {**REFUSED_TEXT, "best_of": 2, "suffix": "x", "continue_final_message": True,
+                  "chat_template_kwargs": {"a": 1}, "documents": [{"text": "x"}], "reasoning_effort": "low",
+                  "include_reasoning": False, "add_generation_prompt": True, "tools": [TOOL]},
+    RESPONSES: {"conversation": "c", "include": ["message.output_text.logprobs"],
+                "max_tool_calls": 2, "prompt": {"id": "p"}, "top_logprobs": 2, "truncation": "auto",
+                "stream_options": {"include_obfuscation": True}, "context_management": [{"type": "compaction"}],
+                "documents": [{"text": "x"}], "prompt_logprobs": 1, "return_token_ids": True, "echo": True,
+                "thinking_token_budget": 5, "truncate_prompt_tokens": 1, "structured_outputs": {"regex": "a"},
+                "include_reasoning": False, "continue_final_message": True, "reasoning_effort": "low"},
+    EMBEDDINGS: {"dimensions": 2, "priority": 2**40}}
+
+
+class Recording(ScriptedLLM):
+    """Also notes what comes beside prompt and parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(**{name: getattr(llm(), name) for name in ("pieces", "prompt", "prompt_entries")})
+        self.has_levels = self.has_reasoning = True
+        self.seen: list[Any] = []
+
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> bytes:
+        super().render_chat(messages, **options)
+        return array("i", [5, 1]).tobytes()
+
+    def generate(self, prompt: Any, sampling_params: Any, **options: Any) -> Any:
+        self.seen.append([options.get(name) for name in ("priority", "cache_salt", "output_kind",
+                                                         "add_special_tokens")])
+        return self._scripted(prompt, sampling_params, **options)
+
+    async def _scripted(self, prompt: Any, params: Any, **options: Any) -> Any:
+        async for output in super().generate(prompt, params, **options):
+            first = output.outputs[0]
+            first.text = first.text.replace("a", "<think>b</think>a", 1)
+            output.outputs = [type(first)(index, first.text, first.token_ids, first.finish_reason, None, first.logprobs)
+                              for index in range(params.n)]
+            yield output
+
+    def encode(self, prompt: Any, **options: Any) -> Any:
+        options.pop("request_id")
+        self.seen.append(options)
+        return super().encode(prompt, pooling=options["pooling"], normalize=options["normalize"])
+
+
+def send(path: str, fields: dict[str, Any]) -> tuple[httpx.Response, str]:
+    """(response, all that the engine was told and the caller got, without what is new in every call)."""
+    engine = Recording()
+    response = asyncio.run(post(build_app(engine), path, {**BASE[path], **fields}))
+    got = re.sub(r'"(id|item_id|created|created_at|system_fingerprint)":("[^"]*"|\d+)', "", response.text)
+    request_id = response.headers["x-request-id"] if "request_id" in fields else ""
+    return response, repr((engine.calls, engine.chats, engine.seen, got, request_id,
+                           sorted(set(response.headers) - {"content-length"})))
+
+
+@pytest.mark.parametrize("path,name", [(path, name) for path in BASE for name in (*HONOURED[path], *TOGETHER[path])])
+def test_a_field_that_is_honoured_changes_something(path: str, name: str) -> None:
+    others, value = TOGETHER[path].get(name) or ({}, HONOURED[path][name])
+    if name == "continue_final_message":
+        others = {"add_generation_prompt": False}
+    without, before = send(path, others)
+    response, after = send(path, {**others, name: value})
+    assert (without.status_code, response.status_code) == (200, 200), response.text
+    assert "x-ignored-fields" not in response.headers
+    assert before != after, f"{name} changes nothing"
+
+
+@pytest.mark.parametrize("path,name", [(path, name) for path in BASE for name in ACCEPTED[path]])
+def test_a_label_is_accepted(path: str, name: str) -> None:
+    response, _ = send(path, {name: ACCEPTED[path][name]})
+    assert response.status_code == 200 and "x-ignored-fields" not in response.headers
+
+
+@pytest.mark.parametrize("path,name", [(path, name) for path in BASE for name in REFUSED[path]])
+def test_a_field_that_cannot_be_honoured_is_refused_by_name(path: str, name: str) -> None:
+    response, _ = send(path, {name: REFUSED[path][name]})
+    error = response.json()["error"]
+    assert response.status_code in (400, 404) and name in error["message"], response.text
+    assert error["param"].split(".")[0].split("[")[0] == name
+
+
+# vLLM's for text generation, as its documents list them.
+VLLM = set("""
+top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos
+skip_special_tokens prompt_logprobs truncate_prompt_tokens allowed_token_ids bad_words logit_bias echo
+add_generation_prompt continue_final_message chat_template_kwargs documents structured_outputs priority request_id
+cache_salt return_token_ids return_tokens_as_token_ids thinking_token_budget reasoning_effort include_reasoning
+""".split())
+
+
+def in_tables(path: str) -> set[str]:
+    return {name for table in (BASE, HONOURED, TOGETHER, ACCEPTED, REFUSED) for name in table[path]} | ELSEWHERE
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_tables_have_every_extension_of_vllm(path: str) -> None:
+    assert VLLM - in_tables(path) == set()
+
+
+@pytest.mark.parametrize("path,module,name", [
+    (CHAT, "chat.completion_create_params", "CompletionCreateParamsBase"),
+    (COMPLETIONS, "completion_create_params", "CompletionCreateParamsBase"),
+    (RESPONSES, "responses.response_create_params", "ResponseCreateParamsBase"),
+    (EMBEDDINGS, "embedding_create_params", "EmbeddingCreateParams")])
+def test_the_tables_have_every_field_of_openais_client(path: str, module: str, name: str) -> None:
+    types = pytest.importorskip("openai.types")
+    fields = set(getattr(importlib.import_module(f"{types.__name__}.{module}"), name).__annotations__)
+    assert fields - in_tables(path) - {"model"} - NEWER == set()
+
+
+# In some versions of the client only; the body's own table refuses them.
+ELSEWHERE = {"previous_response_id"}            # is tested with stored responses
+NEWER = {"prompt_cache_options", "background_options", "access_programs", "image", "moderation"}
+
+
+# ---------------------------------------------------------------- the shapes that vLLM gives them
+
+ENTRY = {token: {"logprob": value, "rank": rank, "decoded_token": ""}
+         for token, value, rank in (("1", -3.0, 7), ("5", -0.25, 1), ("4", -0.5, 2))}
+
+
+def answer(path: str, **fields: Any) -> dict[str, Any]:
+    return asyncio.run(post(build_app(llm()), path, {**BASE[path], **fields})).json()
+
+
+def test_prompt_logprobs_stand_beside_the_choices_of_a_chat_and_inside_those_of_a_completion() -> None:
+    assert answer(CHAT, prompt_logprobs=2)["prompt_logprobs"] == [None, ENTRY]
+    assert answer(COMPLETIONS, prompt_logprobs=2)["choices"][0]["prompt_logprobs"] == [None, ENTRY]
+    plain = answer(CHAT)
+    assert "prompt_logprobs" not in plain and "token_ids" not in plain["choices"][0]
+    error = answer(CHAT, prompt_logprobs=0, stream=True)["error"]
+    assert error["param"] == "prompt_logprobs" and "stream" in error["message"]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_token_ids_are_those_of_the_output_whole_and_streamed(path: str, echo: bool) -> None:
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1} if echo and path == COMPLETIONS else {}
+    whole = answer(path, return_token_ids=True, **fields)
+    assert whole["choices"][0]["token_ids"] == [1, 2, 3, 4]
+    where = whole if path == CHAT else whole["choices"][0]
+    assert where["prompt_token_ids"] == [5, 1]
+    chunks = events(asyncio.run(post(build_app(llm()), path, {**BASE[path], "stream": True, "return_token_ids": True,
+                                                              **fields})))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert sum((choice.get("token_ids", []) for choice in choices), []) == [1, 2, 3, 4]
+    places = chunks if path == CHAT else choices
+    assert [place["prompt_token_ids"] for place in places if "prompt_token_ids" in place] == [[5, 1]]
+
+
+def test_tokens_may_be_named_by_their_ids() -> None:
+    content = answer(CHAT, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    assert [token["token"] for token in content["content"]] == ["token_id:1", "token_id:2", "token_id:3", "token_id:4"]
+    assert content["content"][1]["top_logprobs"][0]["token"] == "token_id:1"
+    columns = answer(COMPLETIONS, logprobs=1, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    assert columns["tokens"][0] == "token_id:1" and "token_id:5" in columns["top_logprobs"][0]
