@@ -128,7 +128,6 @@ def main() -> None:
     try:
         config = life.config(ConfigFrontend)
         configure_logging("frontend", config.log_level)
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)     # the supervisor tells of start and stop
         uvloop.run(serve(config, life))
     except (ConfigError, EngineDeadError) as error:
         life.fail(str(error))

@@ -136,7 +136,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--restart", "engine.restart", bool, "restart a process that ends, and go on; else end with it"),
         Option("--flight-recorder", "engine.flight_recorder", bool, "keep the core's last messages for a replay"),
         Option("--flight-recorder-dir", "engine.flight_recorder_dir", str, "of recordings (default: temporary)"),
-        Option("--log-level", "engine.log_level", str, "of all processes", LOG_LEVELS),
+        Option("--log-level", "engine.log_level", str, "of all processes; libraries stay at warning", LOG_LEVELS),
     ),
     "server": (
         Option("--host", "frontend.host", str, "address to listen on"),
