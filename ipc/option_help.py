@@ -1,8 +1,7 @@
 """What the command line says: the few options most people need, groups of the others, and the name that was meant.
 
 `--help` shows MAIN, `--help=all` everything, `--help=cache` one group. A flag that does not exist is answered with the
-nearest one, and some flags of vLLM, SGLang and llama.cpp with ours for the same thing. Knows no values and no
-configuration.
+nearest one, and those of vLLM, SGLang and llama.cpp as option_answers.py has it. Knows no values and no configuration.
 """
 from __future__ import annotations
 
@@ -13,37 +12,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from ipc.option_answers import ANSWERS, FOREIGN
+
 MAIN = frozenset({
     "model", "config", "load_format", "quantization", "dtype", "max_model_len", "offline", "kv_cache_memory",
     "kv_cache_dtype", "gpu_memory_utilization", "enable_prefix_caching", "swap_space", "max_num_seqs",
     "max_num_batched_tokens", "scheduling_policy", "device", "attention_backend", "num_threads", "tensor_parallel_size",
     "num_speculative_tokens", "enable_lora", "host", "port", "api_key", "api_servers", "served_model_name"})
-
-# The spelling of another program -> (whose, what to write here). Only consulted for flags we do not have.
-FOREIGN: dict[str, tuple[str, str]] = {
-    **{flag: ("SGLang", here) for flag, here in {
-        "--model-path": "--model", "--context-length": "--max-model-len",
-        "--mem-fraction-static": "--gpu-memory-utilization", "--chunked-prefill-size": "--max-num-batched-tokens",
-        "--max-prefill-tokens": "--max-num-batched-tokens", "--max-running-requests": "--max-num-seqs",
-        "--max-queued-requests": "--max-num-queued-reqs", "--max-total-tokens": "--kv-cache-memory",
-        "--schedule-policy": "--scheduling-policy", "--page-size": "--block-size", "--random-seed": "--seed",
-        "--disable-radix-cache": "--no-enable-prefix-caching", "--disable-overlap-schedule": "--no-async-scheduling",
-        "--disable-cuda-graph": "--cuda-graphs off", "--tp": "--tensor-parallel-size",
-        "--tp-size": "--tensor-parallel-size", "--dp-size": "--data-parallel-size",
-        "--speculative-num-draft-tokens": "--num-speculative-tokens",
-        "--grammar-backend": "--structured-outputs-config"}.items()},
-    "--speculative-config": ("vLLM", "--num-speculative-tokens"),
-    "--enforce-eager": ("vLLM", "--cuda-graphs off"),
-    **{flag: ("llama.cpp", here) for flag, here in {
-        "-m": "--model", "-hf": "--model", "--hf-repo": "--model", "-c": "--max-model-len",
-        "--ctx-size": "--max-model-len", "-np": "--max-num-seqs", "--parallel": "--max-num-seqs", "-t": "--num-threads",
-        "--threads": "--num-threads", "-tb": "--num-threads", "-b": "--max-num-batched-tokens",
-        "--batch-size": "--max-num-batched-tokens", "-ub": "--max-num-batched-tokens",
-        "--ubatch-size": "--max-num-batched-tokens", "-ngl": "--device cuda", "--gpu-layers": "--device cuda",
-        "--n-gpu-layers": "--device cuda", "-a": "--served-model-name", "--alias": "--served-model-name",
-        "--draft-max": "--num-speculative-tokens",
-        "-ctk": "--kv-cache-dtype", "--cache-type-k": "--kv-cache-dtype", "-s": "--seed"}.items()},
-}
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -132,10 +107,12 @@ class _Help(argparse.Action):
 def unknown_flag(flag: str, known: Iterable[str]) -> str:
     """The answer to a flag that does not exist."""
     flags = set(known)
-    if flag in FOREIGN:
-        whose, here = FOREIGN[flag]
-        if here.split()[0] in flags:
-            return f"unknown option {flag} (that is {whose}'s name); did you mean {here}?"
+    whose, here = FOREIGN.get(flag, ("", "-"))
+    if here.split()[0] in flags:
+        return f"unknown option {flag} (that is {whose}'s name); did you mean {here}?"
+    if flag in ANSWERS:
+        return f"unknown option {flag}: {ANSWERS[flag]}"
+    if whose:
         return f"unknown option {flag} ({whose}'s); there is nothing like it here"
     near = nearest(flag, flags)
     return f"unknown option {flag}" + (f"; did you mean {near}?" if near else "")

@@ -24,8 +24,10 @@ def main() -> None:
         assert last.stop_reason == answer.stop_reason
         counted = client.messages.count_tokens(model=MODEL, messages=HELLO, system="Be brief.")
         assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
-        stopped = client.messages.create(model=MODEL, max_tokens=50, messages=HELLO, stop_sequences=["e"])
-        assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence == "e"
+        end = text.strip()[-1]                  # the greedy answer has it
+        stopped = client.messages.create(model=MODEL, max_tokens=8, messages=HELLO, system="Be brief.",
+                                         stop_sequences=[end], extra_body=GREEDY)
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", end), (stopped, text)
         try:
             client.messages.create(model="nobody", max_tokens=8, messages=HELLO)
             raise AssertionError("an unknown model is served")

@@ -4,7 +4,9 @@ from __future__ import annotations
 import pytest
 
 from ipc.cli import GROUPS, OPTIONS, make_parser
-from ipc.option_help import FOREIGN, MAIN, nearest
+from ipc.option_answers import ANSWERS, FOREIGN
+from ipc.option_help import MAIN, nearest, unknown_flag
+from ipc.sampling_params import MAX_LOGPROBS
 
 
 def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -62,7 +64,8 @@ def test_spellings_of_other_engines_are_answered_with_ours(argv: list[str], text
 
 
 def test_no_foreign_spelling_hides_one_of_ours() -> None:
-    assert not set(FOREIGN) & {flag for option in OPTIONS.values() for flag in (option.flag, *option.aliases)}
+    ours = {flag for option in OPTIONS.values() for flag in (option.flag, *option.aliases)}
+    assert not (FOREIGN.keys() | ANSWERS) & ours
 
 
 def test_underscores_in_flags_are_dashes_and_values_are_left_alone() -> None:
@@ -73,3 +76,41 @@ def test_underscores_in_flags_are_dashes_and_values_are_left_alone() -> None:
 def test_what_is_far_from_everything_gets_no_guess() -> None:
     assert nearest("--xyzzy", ["--model", "--port"]) == ""
     assert nearest("--port", ["--model", "--port"]) == "--port"
+
+
+# As vLLM's documents and start scripts spell them.
+VLLM = """--model --served-model-name --tokenizer --revision --dtype --quantization --load-format --max-model-len
+--gpu-memory-utilization --kv-cache-memory-bytes --num-gpu-blocks-override --block-size --kv-cache-dtype --max-num-seqs
+--max-num-batched-tokens --enable-prefix-caching --no-enable-prefix-caching --enable-chunked-prefill --scheduling-policy
+--async-scheduling --enforce-eager --cudagraph-capture-sizes --attention-backend --tensor-parallel-size -tp
+--pipeline-parallel-size -pp --data-parallel-size -dp --enable-expert-parallel --nnodes --node-rank --master-addr
+--master-port --speculative-config --enable-lora --max-loras --max-lora-rank --lora-modules --structured-outputs-config
+--reasoning-parser --tool-call-parser --enable-auto-tool-choice --chat-template --chat-template-content-format
+--default-chat-template-kwargs --generation-config --override-generation-config --seed --max-logprobs --stream-interval
+--host --port --uds --root-path --api-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins
+--allowed-methods --allowed-headers --allow-credentials --enable-request-id-headers --enable-force-include-usage
+--enable-prompt-tokens-details --disable-uvicorn-access-log --disable-access-log-for-endpoints --max-num-queued-reqs
+--shutdown-timeout --otlp-traces-endpoint --profiler-config --log-level --enable-log-requests --disable-log-stats
+--config""".split()
+SGLANG = """--model-path --tp --mem-fraction-static --context-length --chunked-prefill-size --max-running-requests
+--schedule-policy --grammar-backend""".split()
+
+
+@pytest.mark.parametrize("flag", [*VLLM, *SGLANG])
+def test_every_flag_of_theirs_is_ours_or_answered_with_what_to_do(flag: str) -> None:
+    known = make_parser()._option_string_actions
+    if flag in known:
+        return
+    said = unknown_flag(flag, known)
+    named = said.partition("did you mean ")[2].split(" ")[0].rstrip("?")
+    assert named in known or flag in ANSWERS, said
+    advised = [word.strip(",;:") for word in said.removeprefix(f"unknown option {flag}").split() if word[:2] == "--"]
+    assert all(word.rstrip("?") in known for word in advised), said
+
+
+def test_a_limit_that_an_answer_tells_is_the_limit() -> None:
+    assert f" {MAX_LOGPROBS};" in ANSWERS["--max-logprobs"]
+
+
+def test_shutdown_timeout_is_the_drain_timeout() -> None:
+    assert make_parser().parse_args(["m", "--shutdown-timeout", "5"]).drain_timeout == 5.0
