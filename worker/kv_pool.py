@@ -9,6 +9,7 @@ Owns memory; does not know which request holds which block (the engine core does
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -45,12 +46,11 @@ def allocate_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, coun
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """numpy allocates with calloc, whose pages the kernel zeroes at first touch; torch.zeros writes them all at once.
-    Aligned to 64 bytes, so that no vector load crosses a cache line."""
+    """Pages of its own, which the kernel zeroes at first touch and takes back with the tensor. An allocator would write
+    zeros over memory that it has handed out before, all at once: after a sleep, that is any."""
     size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.zeros(size + 64, dtype=np.uint8)
-    start = -raw.ctypes.data % 64
-    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
+    pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.from_numpy(np.frombuffer(pages, np.uint8, size)).view(dtype).view(shape)
 
 
 def allocate_kv(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:

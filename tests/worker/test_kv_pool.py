@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from ipc.errors import ConfigError
 from worker import kv_pool
 from worker.attention.base import BatchMeta
 from worker.attention.registry import get_backend
-from worker.kv_pool import HostPool, KVPool, apply_block_ops
+from worker.kv_pool import HostPool, KVPool, allocate_pools, apply_block_ops
+from worker.process_memory import release_memory
 
 
 def make_pool(
@@ -289,3 +291,19 @@ def test_a_device_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 blocks, needs at least 1"):
         make_pool(num_blocks=0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_an_idle_pool_is_free_also_where_memory_was_used_before() -> None:
+    """As after a sleep: an allocator that reuses memory must write zeros over it, which makes it resident."""
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    np.ones(31 << 20, np.uint8)                 # from now on glibc takes smaller ones from its heap
+    *used, pin = [np.ones(9 << 20, np.uint8) for _ in range(17)]     # the last one keeps the others' pages in the heap
+    del used
+    release_memory()
+    before = resident()
+    pools = allocate_pools((128, 16, 4, 256), torch.float32, "cpu", count=16)
+    assert resident() - before < 16 << 20 and all(pool.numel() * 4 == 8 << 20 for pool in pools)
+    assert float(pools[0].sum()) == 0.0 and pin[0] == 1
