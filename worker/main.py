@@ -125,8 +125,7 @@ class WorkerLoop:
                 progress.waiting()
             self._wait(runner, progress)
             self._upgrade(runner)
-            if (answer := self.profiler.take()) is not None:
-                self.link.send(answer)
+            self._tell_profiler()
             while (item := self.link.receive()) is not None:
                 header, message = item
                 received_ns = clock()
@@ -137,9 +136,7 @@ class WorkerLoop:
                     runner.state.clear()
                     runner.needs_reset = False
                 elif isinstance(message, Profile):
-                    progress.working(PROFILER_S)
-                    if (answer := self.profiler.handle(message)) is not None:
-                        self.link.send(answer)
+                    self._profile(message, progress)
                 elif isinstance(message, Sleep) and header.epoch == self.link.epoch:
                     self._drop(runner)
                     kept = self._kept(runner, message.level)
@@ -175,10 +172,13 @@ class WorkerLoop:
         while not self.is_stopping:
             progress.waiting()
             self.poll(None)
+            self._tell_profiler()
             item = self.link.receive()
             if item is not None and (item[0].kind == HELLO or isinstance(item[1], WakeUp)):
                 self.link.epoch = item[0].epoch
                 break
+            if item is not None and isinstance(item[1], Profile):
+                self._profile(item[1], progress)
         if self.is_stopping:
             self.link.close()
             os._exit(0)
@@ -188,6 +188,16 @@ class WorkerLoop:
         release_memory()
         self.link.send(ready)
         return runner, ready
+
+    def _profile(self, message: Profile, progress: Progress) -> None:
+        progress.working(PROFILER_S)
+        if (answer := self.profiler.handle(message)) is not None:
+            self.link.send(answer)
+
+    def _tell_profiler(self) -> None:
+        """What the profiler's thread has done, if it has."""
+        if (answer := self.profiler.take()) is not None:
+            self.link.send(answer)
 
     def _wait(self, runner: ModelRunner, progress: Progress) -> None:
         """Until there is a message, or the step in flight is done. Idle time goes to capturing graphs."""

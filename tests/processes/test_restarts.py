@@ -1,5 +1,5 @@
 """A killed worker, core or frontend is replaced: streams pause and go on, with exactly the tokens of an undisturbed run
-(on the reference backend, whose results do not depend on what else is in the batch)."""
+(on the reference backend, for requests whose tokens are no close calls: torch rounds by the size of the batch)."""
 from __future__ import annotations
 
 import asyncio

@@ -69,3 +69,17 @@ def test_a_core_that_ends_during_a_sleep_comes_back_awake(tiny_model: str, temp:
             assert await asyncio.wait_for(waiting, 30) == whole
             assert not await llm.is_sleeping()
     asyncio.run(run())
+
+
+def test_a_sleeping_worker_answers_the_calls_of_the_profiler(tiny_model: str, temp: str) -> None:
+    async def run() -> None:
+        async with AsyncLLM(tiny_model, **OPTIONS) as llm:
+            await llm.sleep(1)
+            await asyncio.wait_for(llm.start_profile(), 60)
+            with pytest.raises(ValueError, match="records already"):
+                await asyncio.wait_for(llm.start_profile(), 60)
+            assert (await asyncio.wait_for(llm.stop_profile(), 60))["traceEvents"]
+            assert await llm.is_sleeping()
+            await llm.wake_up()
+            assert len(await tokens_of(llm, "Count on")) == 200
+    asyncio.run(run())
