@@ -16,6 +16,10 @@
                                               make .venv beside this file; INDEX: the URL of a wheel index for torch
     python launch.py test [pytest arguments]  set up with the test extra and run the tests
     python launch.py bench NAME [arguments]   measure: bench serve, offline, latency, ...; each has --help
+    python launch.py tune                     measure the compiled kernels of this machine once
+    python launch.py replay FILE              make every decision of a flight recording again
+    python launch.py simulate | chaos | fuzz | soak
+                                              look for faults: a simulated worker, kills, hostile input, hours of load
 
 Needs Python 3.11 and pip. A Python that already has the packages is used as it is; otherwise .venv is.
 """
@@ -216,6 +220,11 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         say("launch.py: stopped")
         return 130
+    except ValueError as error:
+        from ipc.errors import ConfigError
+        if not isinstance(error, ConfigError):
+            raise
+        say("launch.py: {}".format(error))
     return 1
 
 

@@ -68,7 +68,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch.py replay", description=__doc__)
     parser.add_argument("file")
     args = parser.parse_args(argv)
-    recording = load(args.file)
+    try:
+        recording = load(args.file)
+    except ConfigError as error:
+        parser.error(str(error))
     number = num_plans = num_events = 0
     try:
         for number, segment in enumerate(recording.segments):   # noqa: B007 (named in the error)

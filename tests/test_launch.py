@@ -6,6 +6,7 @@ import collections
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,22 @@ def setup(copy: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_help_needs_nothing(copy: Path) -> None:
     result = run([*BARE, "launch.py", "--help"], copy)
     assert result.returncode == 0 and "python launch.py demo" in result.stdout and result.stderr == ""
+
+
+def test_help_names_every_command_of_the_readme(copy: Path) -> None:
+    shown = run([*BARE, "launch.py", "--help"], copy).stdout
+    table = (ROOT / "README.md").read_text().split("## Commands")[1].split("## ")[0]
+    commands = re.findall(r"^\| `python launch.py ([a-z][a-z-]+)", table, re.M)
+    assert len(commands) > 15 and [name for name in commands if not re.search(rf"\b{name}\b", shown)] == []
+
+
+@pytest.mark.parametrize(("arguments", "status", "text"), [
+    (["replay", "./nothing"], 2, "./nothing: No such file or directory"),
+    (["replay", "README.md"], 2, "README.md is no flight recording of this version"),
+    (["bench", "speculation", "--model", "./nothing"], 1, "model './nothing': no such file or folder")])
+def test_what_cannot_be_used_is_one_line_without_a_traceback(arguments: list[str], status: int, text: str) -> None:
+    done = run([sys.executable, "launch.py", *arguments], ROOT)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False) and text in done.stderr.splitlines()[-1]
 
 
 def test_an_old_python_can_read_the_file_and_is_refused_in_one_line(copy: Path) -> None:

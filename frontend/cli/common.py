@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ipc.cli import build_config, make_parser, read_options
@@ -78,8 +78,10 @@ def server_api_key(own: dict[str, Any]) -> str:
     return str(own.get("api_key") or os.environ.get("THREEFOLD_API_KEY", ""))
 
 
-def read_input(text: str | None, what: str) -> str:
-    """`text`, or standard input when it is None or "-". Raises UsageError when there is nothing."""
+def read_input(words: Sequence[str], what: str) -> str:
+    """The words with a blank between them, as echo has them, or standard input where there are none or only "-".
+    Raises UsageError when there is nothing."""
+    text = " ".join(words) if words else None
     if text is not None and text != "-":
         return text
     if text is None and sys.stdin.isatty():

@@ -18,7 +18,8 @@ DEFAULT_MAX_TOKENS = 128
 
 def main(argv: list[str]) -> int:
     parser, group = make_command_parser("complete", "Complete one prompt.", takes_model=False)
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text; - or nothing: standard input")
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT",
+                        help="words are joined by blanks; - or nothing: standard input")
     add_source_options(group)
     group.add_argument("--chat", action="store_true", default=False, help="send it as a message (chat template)")
     group.add_argument("--echo", action="store_true", default=False, help="print the prompt in front")
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
 
     def command() -> int:
         model, engine, own = parse_command(parser, argv)
-        prompt = read_input(own.get("prompt"), "a prompt")
+        prompt = read_input(own.get("prompt", ()), "a prompt")
         params = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_of(own)}
         source = open_source(model, engine, own)
         answer = Answer()

@@ -58,7 +58,8 @@ def print_table(ids: list[int], texts: list[str]) -> None:
 
 def main(argv: list[str]) -> int:
     parser, group = make_command_parser("tokenize", "Show the tokens of a text.", takes_model=False)
-    parser.add_argument("text", nargs="?", metavar="TEXT", help="- or nothing: standard input")
+    parser.add_argument("text", nargs="*", metavar="TEXT",
+                        help="words are joined by blanks; - or nothing: standard input")
     group.add_argument("--chat", action="store_true", default=False,
                        help="TEXT is a user message, or JSON messages; shows what the chat template makes of it")
     group.add_argument("--decode", action="store_true", default=False, help="TEXT is token ids; shows their text")
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
         model, engine, own = parse_command(parser, argv)
         if own["chat"] and own["decode"]:
             raise UsageError("--chat and --decode exclude each other")
-        text = "" if own.get("save") else read_input(own.get("text"), "a text")
+        text = "" if own.get("save") else read_input(own.get("text", ()), "a text")
         files = engine_config(model or DEMO_ALIAS, engine, Screen()).model.files
         tokenizer = Tokenizer.from_files(files)
         if own.get("save"):

@@ -138,7 +138,8 @@ def test_top_prints_once_where_there_is_no_terminal(engine: Any) -> None:
         thread.join()
     assert done.returncode == 0, done.stderr
     assert "tiny" in done.stdout.splitlines()[0] and "steps/s" in done.stdout
-    for word in ("frontend", "engine_core", "worker", "KV pool", "of 512 blocks", "slowest request", "nobody waits"):
+    for word in ("frontend", "engine_core", "worker", "KV pool", "of 512 blocks", "slowest request", "nobody waits",
+                 "s from first to last step"):
         assert word in done.stdout
 
 

@@ -20,6 +20,8 @@ def test_the_text_and_nothing_else_goes_to_standard_output(engine: RunningEngine
     assert first.out.strip() and first.err == ""
     assert complete.main(["Hello", "--echo", "--url", engine.server.url, *GREEDY]) == 0
     assert capsys.readouterr().out == "Hello" + first.out
+    assert complete.main(["one", "two", "--echo", "--url", engine.server.url, *GREEDY]) == 0
+    assert capsys.readouterr().out.startswith("one two")        # words without quotes are one prompt
 
 
 def test_a_prompt_comes_from_a_pipe_and_json_has_the_figures(engine: RunningEngine, monkeypatch: pytest.MonkeyPatch,

@@ -27,6 +27,7 @@ def test_count_and_json_and_standard_input(tiny_model: str, capsys: pytest.Captu
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("the in"))
     assert run(tiny_model, capsys, "--count", "-") == "3\n"
+    assert run(tiny_model, capsys, "--count", "the", "in") == "3\n"       # words without quotes are one text
     result = json.loads(run(tiny_model, capsys, "--json", "the in"))
     assert (result["count"], result["tokens"], result["token_strs"]) == (3, [257, 32, 258], ["the", " ", "in"])
 
@@ -40,6 +41,7 @@ def test_a_chat_goes_through_the_template(tiny_model: str, capsys: pytest.Captur
 
 def test_ids_become_text(tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tiny_model, capsys, "--decode", "[257, 32, 258]") == "the in\n"
+    assert run(tiny_model, capsys, "--decode", "257", "32", "258") == "the in\n"
     assert tokenize.main(["--model", tiny_model, "--decode", "9999999"]) == 2
     assert "token ids must be 0 to" in capsys.readouterr().err
 
