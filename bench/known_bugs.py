@@ -44,8 +44,8 @@ KNOWN_BUGS = [
     KnownBug(
         "a block handed out again stays findable under its old hash",
         _B,
-        "        self.unpublish(block)\n        self.ref_count[block] = 1",
-        "        self.ref_count[block] = 1",
+        "        self.unpublish(block)\n        if self.unclaimed:\n            self.unclaimed.discard(block)\n        self.ref_count[block] = 1",
+        "        if self.unclaimed:\n            self.unclaimed.discard(block)\n        self.ref_count[block] = 1",
     ),
     KnownBug(
         "a finished request keeps its blocks",
@@ -181,5 +181,71 @@ KNOWN_BUGS = [
         _S,
         "            self.waiting.discard(request)\n        self.drop_swap(request)",
         "            self.waiting.discard(request)",
+    ),
+    KnownBug(
+        "blocks of a cached prefix that others hold are counted twice instead of not at all",
+        _A,
+        "return needed - sum(1 for block in hits",
+        "return needed + sum(1 for block in hits",
+    ),
+    KnownBug(
+        "rows that compute nothing cost budget",
+        _S,
+        "budget -= n - len(prefilling) - len(idle)",
+        "budget -= n - len(prefilling) + len(idle)",
+    ),
+    KnownBug(
+        "a preempted request that needs its whole prompt finds its own blocks",
+        _S,
+        "        if request.params.needs_whole_prompt:\n            self._set_root(request, self.cache_epoch)\n",
+        "",
+    ),
+    KnownBug(
+        "what a request with bad values computed is published when it leaves",
+        "engine_core/update.py",
+        "        request.num_published = NEVER_PUBLISH\n",
+        "",
+    ),
+    KnownBug(
+        "bad blocks come back from host memory",
+        "engine_core/update.py",
+        "            scheduler.drop_swap(request)\n",
+        "            pass\n",
+    ),
+    KnownBug(
+        "rows that their grammar ended go on",
+        "engine_core/update.py",
+        "    if ended_rows.size:\n",
+        "    if not ended_rows.size:\n",
+    ),
+    KnownBug(
+        "a row with options is never forgotten",
+        "worker/request_state.py",
+        "            self.num_with_options -= 1",
+        "            self.num_with_options += 1",
+    ),
+    KnownBug(
+        "a rejected draft's blocks are kept by the core and given back by the worker",
+        "engine_core/speculation.py",
+        "    keep = blocks.blocks_for(known)",
+        "    keep = len(request.blocks)",
+    ),
+    KnownBug(
+        "a row with drafts in flight is planned again before its result",
+        "engine_core/speculation.py",
+        "return rows.holds[:n] & (rows.length[:n] > rows.known[:n])",
+        "return rows.holds[:n] & False",
+    ),
+    KnownBug(
+        "a victim's drafts in flight count as computed when it is swapped out",
+        "engine_core/preemption.py",
+        "rows.planned[request.row] - rows.drafted[request.row])",
+        "rows.planned[request.row])",
+    ),
+    KnownBug(
+        "a draft stands although the one before it was wrong",
+        "worker/spec_decode/verify.py",
+        "stands[begin + int(wrong[0]) + 1:end] = False",
+        "stands[begin + int(wrong[-1]) + 1:end] = False",
     ),
 ]

@@ -30,6 +30,7 @@ TARGETS = (
     "engine_core/admission.py",
     "engine_core/rows.py",
     "engine_core/update.py",
+    "engine_core/speculation.py",
     "worker/batch.py",
     "worker/request_state.py",
 )
@@ -38,6 +39,7 @@ TESTS = (
     "tests/engine_core",
     "tests/worker/test_batch.py",
     "tests/worker/test_request_state.py",
+    "tests/worker/test_spec_decode.py",
     "tests/properties",
     "tests/equivalence/test_milestone.py",
     "tests/equivalence/test_async_equals_sync.py",

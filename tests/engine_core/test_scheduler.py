@@ -609,3 +609,26 @@ def test_rows_that_compute_nothing_cost_no_budget():
     assert dict(pairs(ahead.counts)) == {0: 0, 1: 0, 2: 0, 3: 8}
     engine.run()
     engine.assert_idle()
+
+
+def test_a_waiting_request_knows_how_much_of_it_is_cached():
+    engine = Engine(max_num_seqs=1)
+    engine.add(1, prompt(8), max_tokens=1)
+    engine.run()
+    engine.add(2, prompt(9))
+    engine.add(3, prompt(8))                    # its last token must be computed
+    assert [engine.scheduler.cached_tokens(engine.request(i)) for i in (2, 3)] == [8, 4]
+
+
+def test_a_request_that_needs_its_whole_prompt_has_another_chain_after_each_preemption():
+    """Else it finds its own blocks, and log-probabilities of their positions are never told."""
+    engine = Engine()
+    engine.add(1, prompt(9), prompt_logprobs=0)
+    engine.add(2, prompt(9))
+    engine.step()
+    whole, usual = engine.request(1), engine.request(2)
+    roots = whole.root, usual.root
+    engine.scheduler.give_back(whole)
+    engine.scheduler.give_back(usual)
+    assert whole.root != roots[0] and usual.root == roots[1]
+    assert engine.scheduler.cached_tokens(whole) == 0 and engine.scheduler.cached_tokens(usual) == 8

@@ -1,10 +1,15 @@
 """Entering results: columns when nothing moved, row by row when something did, and results that do not fit a plan."""
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from engine_core.preemption import preempt
+from engine_core.rows import PlanRecord
+from engine_core.scheduler import Step
+from engine_core.update import _end_bad
 from ipc.errors import FAULT, INVALID
-from ipc.messages import EMPTY, FINISH_ABORT, FINISH_ERROR, Abort, ModelRunnerOutput, RowFailure
+from ipc.messages import EMPTY, FINISH_ABORT, FINISH_ERROR, FINISH_STOP, Abort, ModelRunnerOutput, RowFailure
 from bench.simulation import pack, unpack
 from tests.engine_core.tools import Engine, pairs
 
@@ -239,3 +244,34 @@ def test_a_row_that_cannot_go_on_ends_with_its_own_error():
     end = engine.ends[1]
     assert (end.reason, end.error_code, end.message) == (FINISH_ERROR, INVALID, "no token is left")
     assert 2 not in engine.ends and len(engine.tokens[2]) == 2
+
+
+def test_a_bad_token_that_fills_a_block_publishes_nothing_when_its_request_leaves():
+    engine = Engine()
+    engine.add(1, [1, 2, 3], max_tokens=9)
+    engine.step()
+    engine.plan()                               # computes the block's last position
+    engine.commit(bad_result(engine, 0))
+    assert engine.ends[1].reason == FINISH_ERROR and not engine.blocks.cached
+
+
+def test_blocks_of_a_bad_request_that_another_has_in_host_memory_are_not_brought_back():
+    engine = Engine(num_host_blocks=8, preemption_mode="swap")
+    engine.add(1, list(range(9)), max_tokens=9)
+    engine.add(2, list(range(9)), max_tokens=9)
+    engine.step()
+    request = engine.request(2)
+    preempt(engine.scheduler, request, Step())
+    assert request.host_slots
+    engine.scheduler.rows.moves.clear()
+    _end_bad(engine.scheduler, PlanRecord(9, 1, None, None, 1), np.array([0]))
+    assert not request.host_slots and request.num_swapped_tokens == 0
+
+
+def test_a_row_that_its_grammar_ended_stops():
+    engine = two_decodes()
+    engine.plan()
+    result = engine.result()
+    result.ended_rows = pack([1])
+    engine.commit(result)
+    assert engine.ends[2].reason == FINISH_STOP and 1 not in engine.ends and len(engine.tokens[2]) == 2

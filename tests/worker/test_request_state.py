@@ -134,3 +134,22 @@ def test_a_row_of_values_that_are_not_finite_takes_those_who_share_its_blocks_wi
     kept = with_kept_rows(ready, state, is_sound=True)
     assert kept.kept == [KeptRow(2, 2), KeptRow(3, 5)] and unpack(kept.kept_tokens) == [1] * 2 + [2] * 5
     assert with_kept_rows(ready, state, is_sound=False) is ready
+
+
+def test_rows_with_options_are_counted_until_they_leave():
+    state = RequestState(4, 16, 2)
+    new = [NewRow(i, 1, 1, 0, 1, p) for i, p in enumerate([SamplingParams(logprobs=1, seed=1), SamplingParams(seed=1),
+                                                           SamplingParams(presence_penalty=1.0, seed=1)])]
+    state.apply(SchedulerOutput(1, 3, new=new, new_tokens=pack([1, 1, 1]), new_blocks=pack([1, 2, 3])))
+    assert state.num_with_options == 2
+    state.apply(SchedulerOutput(2, 2, moves=pack([0, 2])))
+    assert state.num_with_options == 1 and [row for row, _ in state.options_of(np.arange(2))] == [0]
+    state.clear()
+    assert state.num_with_options == 0
+
+
+def test_a_row_without_a_seed_has_seed_zero():
+    state = RequestState(1, 16, 2)
+    state.apply(SchedulerOutput(1, 1, new=[NewRow(1, 1, 1, 0, 1, SamplingParams())], new_tokens=pack([1]),
+                                new_blocks=pack([1])))
+    assert state.seed[0] == 0
