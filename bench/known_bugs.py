@@ -44,7 +44,8 @@ KNOWN_BUGS = [
     KnownBug(
         "a block handed out again stays findable under its old hash",
         _B,
-        "        self.unpublish(block)\n        if self.unclaimed:\n            self.unclaimed.discard(block)\n        self.ref_count[block] = 1",
+        "        self.unpublish(block)\n        if self.unclaimed:\n            self.unclaimed.discard(block)\n"
+        "        self.ref_count[block] = 1",
         "        if self.unclaimed:\n            self.unclaimed.discard(block)\n        self.ref_count[block] = 1",
     ),
     KnownBug(

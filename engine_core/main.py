@@ -254,7 +254,8 @@ def serve(config: CoreProcess, life: ChildLife) -> None:
         life.ready(worker.detail)
         origin = Origin(config.scheduler, config.cache, worker, config.hash_key)
         recorder = Recorder(core, origin) if config.flight_recorder else NoRecorder(core, origin)
-        core.on_dump = lambda: recorder.dump(recording_path(config))
+        if config.flight_recorder:
+            core.on_dump = lambda: recorder.dump(recording_path(config))
         gc.freeze()
         try:
             run(core, links, ready, recorder, Progress(config.run_dir, "engine_core-0"),

@@ -434,6 +434,13 @@ class AsyncLLM:
         """Nothing computed until now is reused, also not what running requests hold."""
         await self._engine().command("reset_prefix_cache")
 
+    async def dump_recording(self) -> str:
+        """Write the flight recording of the engine core to a file, for `launch.py replay`; its path.
+
+        Raises ValueError when the engine runs with flight_recorder=False.
+        """
+        return str(await self._engine().command("dump_recording"))
+
     @property
     def timeline(self) -> Timeline:
         """The last steps of all processes, see frontend/timeline.py."""

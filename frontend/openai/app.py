@@ -176,6 +176,8 @@ def api_rows(version: str, counters: Counters, peers: Peers | None = None) -> li
         Row(get, "/load", get_load, "requests now", answer=LoadAnswer),
         Row(post, "/reset_prefix_cache", control.reset_prefix_cache, "reuse nothing computed until now", admin,
             answer=control.ControlAnswer),
+        Row(post, "/dump_recording", control.dump_recording, "write the core's last messages to a file", admin,
+            answer=control.RecordingAnswer),
         Row(post, "/pause", functools.partial(control.pause, peers), "let new requests wait", admin,
             answer=control.ControlAnswer),
         Row(post, "/resume", functools.partial(control.resume, peers), "let them go on", admin,

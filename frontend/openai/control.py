@@ -1,4 +1,4 @@
-"""Control routes, behind the admin key: pausing, sleeping, and forgetting the prefix cache.
+"""Control routes, behind the admin key: pausing, sleeping, forgetting the prefix cache, dumping the flight recording.
 
 They concern the whole engine; no request that runs is lost by any of them.
 """
@@ -19,6 +19,11 @@ class ControlAnswer(msgspec.Struct):
     is_paused: bool
 
 
+class RecordingAnswer(msgspec.Struct):
+    """Where a flight recording was written: a file of the server's machine, readable by its user alone."""
+    path: str
+
+
 class SleepAnswer(msgspec.Struct):
     """What the routes about sleep answer with."""
     is_sleeping: bool
@@ -33,6 +38,16 @@ async def reset_prefix_cache(exchange: Exchange, engine: EngineLike) -> None:
     check_engine(engine)
     await engine.reset_prefix_cache()
     await _reply(exchange, engine, "reset")
+
+
+async def dump_recording(exchange: Exchange, engine: EngineLike) -> None:
+    """POST /dump_recording: write the core's last messages to a file, for `launch.py replay`. It holds prompts."""
+    check_engine(engine)
+    try:
+        path = await engine.dump_recording()
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    await exchange.reply(200, msgspec.json.encode(RecordingAnswer(path)))
 
 
 async def pause(peers: Peers | None, exchange: Exchange, engine: EngineLike) -> None:

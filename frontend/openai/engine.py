@@ -84,6 +84,10 @@ class EngineLike(Protocol):
 
     async def reset_prefix_cache(self) -> None: ...
 
+    async def dump_recording(self) -> str:
+        """Raises ValueError when there is no recorder."""
+        ...
+
     async def sleep(self, level: int = 1) -> None:
         """Raises ValueError when it sleeps already."""
         ...

@@ -5,6 +5,8 @@ import pytest
 
 from bench.sim_worker import SimRow, SimWorker, expected_outputs, extend_history, next_token
 from bench.simulation import VOCAB, Options, pack, simulate_steps
+from engine_core.preemption import preempt
+from engine_core.scheduler import Step
 from ipc.config import CacheConfig, SchedulerConfig
 from ipc.errors import ConfigError
 from ipc.messages import FINISH_LENGTH, FINISH_STOP, ModelRunnerOutput
@@ -187,3 +189,15 @@ def test_no_wrong_read_with_drafts_under_random_load(drafts):
     done = simulate_steps(2_000, 9_000 + drafts, Options(speculation=drafts, fault_rate=0.03, loss_rate=0.003,
                                                          nan_rate=0.01, restart_rate=0.003))
     assert done.num_accepted_tokens > 200
+
+
+def test_a_victims_drafts_in_flight_are_not_swapped_out():
+    """Which of them are right is not known yet; its newest token is computed for certain."""
+    engine = Engine(num_host_blocks=8, preemption_mode="swap", num_speculative_tokens=3, async_scheduling=True)
+    engine.add(1, PROMPT, max_tokens=12)
+    engine.plan()
+    engine.commit(propose(engine, (0, [7, 7, 7])))
+    engine.plan()
+    request = engine.request(1)
+    preempt(engine.scheduler, request, Step())
+    assert request.num_swapped_tokens == len(PROMPT) + 1 and len(request.host_slots) == 2

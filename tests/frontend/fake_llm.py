@@ -110,6 +110,9 @@ class FakeLLM:
     async def reset_prefix_cache(self) -> None:
         self.num_resets += 1
 
+    async def dump_recording(self) -> str:
+        return "/run/flight.msgpack"
+
     def default_max_tokens(self, prompt_len: int) -> int:
         return self.max_model_len - prompt_len
 

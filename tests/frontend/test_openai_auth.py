@@ -168,6 +168,9 @@ def test_reset_prefix_cache_reaches_the_engine() -> None:
     llm = FakeLLM()
     assert call(build_app(llm, section=KEYS), "POST", "/reset_prefix_cache", "root-key-333").status_code == 200
     assert llm.num_resets == 1
+    answer = call(build_app(llm, section=KEYS), "POST", "/dump_recording", "root-key-333")
+    assert answer.json() == {"path": "/run/flight.msgpack"}
+    assert call(build_app(llm, section=KEYS), "POST", "/dump_recording").status_code in (401, 403)
 
 
 def test_only_pages_of_allowed_origins_may_call() -> None:

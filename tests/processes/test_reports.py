@@ -133,7 +133,7 @@ def test_one_request_id_for_several_requests_mixes_nothing(served: RunningEngine
 
 def test_requests_of_rising_priority_in_a_tiny_pool_all_finish(tiny_model: str, temp: str) -> None:
     """A victim that the step had already served tripped an assertion (vllm#23347). Six blocks of four tokens."""
-    params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)      # each alone grows to the whole pool
     prompts = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
 
     async def one(llm: AsyncLLM, index: int, priority: int) -> list[int]:
@@ -147,7 +147,7 @@ def test_requests_of_rising_priority_in_a_tiny_pool_all_finish(tiny_model: str, 
             tasks = []
             for i in range(3):
                 tasks.append(asyncio.create_task(one(llm, i, 2 - i)))
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.001)
             assert await asyncio.gather(*tasks) == alone
             assert (await wait_idle(llm))["num_preemptions"] > 0
     asyncio.run(run())
