@@ -49,7 +49,10 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Pages of its own, which the kernel zeroes at first touch and takes back with the tensor. An allocator would write
     zeros over memory that it has handed out before, all at once: after a sleep, that is any."""
     size = int(np.prod(shape)) * dtype.itemsize
-    pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:   # as the allocators of numpy and torch say it
+        raise MemoryError(f"a part of the KV pool of {size} bytes: {error}") from None
     return torch.from_numpy(np.frombuffer(pages, np.uint8, size)).view(dtype).view(shape)
 
 

@@ -105,10 +105,19 @@ class Chromium:
     def wait(self, condition: str, timeout_s: float = 30.0) -> None:
         """Until an expression is true."""
         end = time.monotonic() + timeout_s
-        while not self.run(f"Boolean({condition})"):
+        while not self._holds(condition):
             if time.monotonic() > end:
                 raise TimeoutError(f"never came true: {condition}; the page says {self.run('document.body.innerText')}")
             time.sleep(0.02)
+
+    def _holds(self, condition: str) -> bool:
+        """False too while one page gives way to another: there is nothing then that could be asked."""
+        try:
+            return bool(self.run(f"Boolean({condition})"))
+        except RuntimeError as error:
+            if "navigated or closed" in str(error):
+                return False
+            raise
 
     def type(self, text: str, enter: bool = True) -> None:
         """Keys into what has the focus."""

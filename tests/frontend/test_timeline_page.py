@@ -58,7 +58,7 @@ def test_the_page_draws_lanes_pool_queue_and_latency(engine: Any, load: None, tm
             assert {colours[name], colours["lane"]} <= set(page.run(f"{COLOURS}('lanes')")), name
         assert colours["inuse"] in page.run(f"{COLOURS}('pool')")
         assert page.run("document.querySelectorAll('#tiles b').length") == 7
-        assert "seats are taken" in page.run("document.getElementById('queue').textContent")
+        page.wait("document.getElementById('queue').textContent.includes('seats are taken')")
         assert "waits for the scheduler" in page.run("document.getElementById('device').textContent")
         page.run("hold(true), setWidth(5e5), frozen = at(steps.at(-1), 'worker_done')")
         number, x, y = page.run(CENTRE)

@@ -307,3 +307,8 @@ def test_an_idle_pool_is_free_also_where_memory_was_used_before() -> None:
     pools = allocate_pools((128, 16, 4, 256), torch.float32, "cpu", count=16)
     assert resident() - before < 16 << 20 and all(pool.numel() * 4 == 8 << 20 for pool in pools)
     assert float(pools[0].sum()) == 0.0 and pin[0] == 1
+
+
+def test_more_than_there_is_is_a_memory_error_with_the_size() -> None:
+    with pytest.raises(MemoryError, match="a part of the KV pool of [0-9]+ bytes"):
+        allocate_pools((1 << 40, 1 << 10, 1, 64), torch.float32, "cpu")
