@@ -320,10 +320,7 @@ class Scheduler:
         if wanted > blocks.num_free:
             drop_drafts(rows, with_drafts)
             return self._serve_tight(step, budget)
-        if with_drafts:
-            reserved = sum(fresh for _, _, fresh in chunks) + len(need)
-            budget = plan_drafts(self, with_drafts, step, budget)
-            wanted = reserved
+        budget = plan_drafts(self, with_drafts, step, budget)
         for r in need:
             request = request_of[r]
             if request is None:
@@ -333,7 +330,7 @@ class Scheduler:
             step.extend.append((request, block))
         if need:
             rows.capacity[need] += blocks.block_size
-        reserve = wanted - len(need)
+        reserve = sum(fresh for _, _, fresh in chunks)
         for request, _, fresh in chunks:
             reserve -= fresh
             if budget <= 0:

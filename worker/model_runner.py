@@ -216,8 +216,9 @@ class ModelRunner:
     def _is_sampled_on_device(self, batch: Batch) -> bool:
         """Arg-maxes and draws that nothing which the host knows changes."""
         state, rows = self.state, batch.sample_rows
+        can_sample = self.backend.ops.draw is not None or not state.temperature[rows].any()
         return (isinstance(self.builder, ResidentBuilder) and self.drafter is None and state.num_with_options == 0
-                and state.num_with_floor == 0 and (self.backend.ops.can_draw or not state.temperature[rows].any()))
+                and state.num_with_floor == 0 and can_sample)
 
     def _sample(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Newest tokens int32 [L], on the device and kept there; below 0: the row's logits are bad."""
@@ -227,7 +228,10 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         width = min(logits.shape[1], self.sampler.sampler.num_valid_tokens or logits.shape[1])
         if state.temperature[rows].any():
-            tokens = self.backend.ops.draw(logits, width, SamplingColumns(
+            draw = self.backend.ops.draw
+            if draw is None:
+                raise RuntimeError("rows that draw were launched where drawing takes the host")
+            tokens = draw(logits, width, SamplingColumns(
                 temperature=state.temperature[rows], top_k=state.top_k[rows], top_p=state.top_p[rows],
                 min_p=state.min_p[rows], seed=state.seed[rows], child=state.choice[rows],
                 output_index=state.known[rows] - state.num_prompt[rows]))

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from frontend.openai import sse
-from frontend.openai.chat_call import text_of
+from frontend.openai.chat_call import function_tools, text_of
 from frontend.tools.scanner import CallDelta, Piece
 from ipc.errors import RequestError
 
@@ -207,19 +207,8 @@ def _name(block: dict[str, Any], field: str, where: str) -> str:
 
 def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Tools in the shape of chat completions. Raises RequestError."""
-    if tools is None:
-        return None
-    found = []
-    for index, tool in enumerate(tools):
-        kind = tool.get("type", "custom")
-        if kind != "custom":
-            raise RequestError(f"tools[{index}].type is {str(kind)[:60]!r}; this server takes custom",
-                               f"tools[{index}].type")
-        inner = {"name": tool.get("name"), "description": tool.get("description"),
-                 "parameters": tool.get("input_schema")}
-        found.append({"type": "function", "function": {name: value for name, value in inner.items()
-                                                       if value is not None}})
-    return found
+    return function_tools(tools, "custom", {"name": "name", "description": "description", "parameters": "input_schema"},
+                          default="custom")
 
 
 def chat_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool]:

@@ -108,3 +108,23 @@ def text_of(content: Any, where: str, kinds: tuple[str, ...]) -> str:
             raise RequestError(f"{where}[{index}].text must be text", f"{where}[{index}].text")
         texts.append(text)
     return "\n".join(texts)
+
+
+def function_tools(tools: list[dict[str, Any]] | None, kind: str, fields: dict[str, str],
+                   default: str | None = None) -> list[dict[str, Any]] | None:
+    """Tools in the shape of chat completions, where a function's fields lie one level deeper.
+
+    `kind`: the only type taken; `default`: the type of a tool that names none; `fields`: ours -> theirs. Raises
+    RequestError that names the tool.
+    """
+    if tools is None:
+        return None
+    found = []
+    for index, tool in enumerate(tools):
+        theirs = tool.get("type", default)
+        if theirs != kind:
+            raise RequestError(f"tools[{index}].type is {str(theirs)[:60]!r}; this server takes {kind}",
+                               f"tools[{index}].type")
+        inner = {name: tool[field] for name, field in fields.items() if tool.get(field) is not None}
+        found.append({"type": "function", "function": inner})
+    return found

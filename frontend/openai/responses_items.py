@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from frontend.openai import sse
-from frontend.openai.chat_call import text_of
+from frontend.openai.chat_call import function_tools, text_of
 from frontend.tools.scanner import CallDelta, Piece
 from ipc.errors import RequestError
 
@@ -219,17 +219,8 @@ def _text(item: dict[str, Any], name: str, where: str) -> str:
 
 
 def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Tools in the shape of chat completions, where a function's fields lie one level deeper. Raises RequestError."""
-    if tools is None:
-        return None
-    found = []
-    for index, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            raise RequestError(f"tools[{index}].type is {str(tool.get('type'))[:60]!r}; this server takes function",
-                               f"tools[{index}].type")
-        inner = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-        found.append({"type": "function", "function": inner})
-    return found
+    """Tools in the shape of chat completions. Raises RequestError."""
+    return function_tools(tools, "function", {name: name for name in ("name", "description", "parameters")})
 
 
 def chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ pytest.importorskip("numba")
 
 from bench.simulation import VOCAB  # noqa: E402
 from ipc.messages import FINISH_LENGTH  # noqa: E402
-from ipc.model_config import ModelConfig  # noqa: E402
-from ipc.model_source import ModelFiles  # noqa: E402
 from tests.engine_core.tools import Engine  # noqa: E402
+from tests.equivalence.tiny_llama import make_tiny_llama  # noqa: E402
 from worker.batch import Batch  # noqa: E402
 from worker.jit.model import JitModel  # noqa: E402
 from worker.jit.team import get_team  # noqa: E402
@@ -30,7 +28,6 @@ from worker.kv_pool import KVPool  # noqa: E402
 from worker.linear.source import ModelSource  # noqa: E402
 from worker.model_runner import ModelRunner  # noqa: E402
 from worker.models.flat_model import FlatModel  # noqa: E402
-from worker.models.loader import load_model  # noqa: E402
 from worker.sampling.step import StepResult  # noqa: E402
 
 FORMS = ("none", "int8", "int4")                # of the weights
@@ -38,32 +35,14 @@ POOLS = {"float32": torch.float32, "int8": torch.int8}
 NUM_SCHEDULES, NUM_MORE = 34, 200               # of each form and pool: 204 and 1,200 together
 MAX_MODEL_LEN = 352
 Spec = tuple[list[int], dict[str, Any]]         # prompt, sampling parameters
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of torch: the kernels' threads compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
 def flat_model() -> FlatModel:
-    """Two layers, three query heads to a key head, weights large enough for attention to matter."""
-    config = ModelConfig(
-        architecture="LlamaForCausalLM", vocab_size=VOCAB, hidden_size=96, intermediate_size=160, num_hidden_layers=2,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, rope_theta=10000.0,
-        rope_scaling=None, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False, attention_bias=False,
-        qk_norm=False, eos_token_ids=[], bos_token_id=None, dtype="float32")
-    model = load_model(ModelFiles(kind="dummy", path="", config=config, served_name="tiny"), dtype="float32",
-                       device="cpu", seed=4)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.mul_(12.0)
-    return model
+    """Three query heads to a key head."""
+    return make_tiny_llama(MAX_MODEL_LEN, seed=4, hidden_size=96, intermediate_size=160, num_heads=6, head_dim=16,
+                           scale=12.0)
 
 
 @functools.cache

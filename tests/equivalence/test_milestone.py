@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,13 @@ import torch
 
 from ipc.errors import FAULT
 from ipc.messages import FINISH_ERROR, FINISH_LENGTH
-from ipc.model_config import ModelConfig
-from ipc.model_source import ModelFiles
 from bench.simulation import VOCAB, over_the_wire
 from tests.engine_core.tools import Engine
+from tests.equivalence.tiny_llama import make_tiny_llama
 from worker.attention.registry import get_backend
 from worker.kv_pool import KVPool
 from worker.model_runner import ModelRunner, Step
 from worker.models.flat_model import FlatModel
-from worker.models.loader import load_model
 from worker.spec_decode.ngram import NgramDrafter
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 64
@@ -40,33 +37,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "drafts": dict(num_blocks=64, num_speculative_tokens=3),
     "12-blocks-drafts-swap": dict(num_blocks=12, num_host_blocks=24, preemption_mode="swap", num_speculative_tokens=2),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they give at this size."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
 def tiny_model() -> FlatModel:
-    """Two Llama layers with grouped queries. Weights large enough for attention to matter."""
-    config = ModelConfig(
-        architecture="LlamaForCausalLM", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=10000.0,
-        rope_scaling=None, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False, attention_bias=False,
-        qk_norm=False, eos_token_ids=[], bos_token_id=None, dtype="float32")
-    model = load_model(ModelFiles(kind="dummy", path="", config=config, served_name="tiny"), dtype="float32",
-                       device="cpu",
-                       seed=3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.mul_(15.0)
-    return model
+    return make_tiny_llama(MAX_MODEL_LEN, seed=3)
 
 
 class Oracle(NgramDrafter):

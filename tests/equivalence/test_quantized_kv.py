@@ -7,39 +7,24 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 
-from bench.simulation import VOCAB
 from ipc.messages import FINISH_LENGTH
-from ipc.model_config import ModelConfig
-from ipc.model_source import ModelFiles
 from tests.engine_core.tools import Engine
 from tests.equivalence.test_milestone import BLOCK_SIZE, CONFIGURATIONS, MAX_MODEL_LEN, MAX_TOKENS, PROMPTS
+from tests.equivalence.tiny_llama import make_tiny_llama
 from worker.attention.registry import get_backend
 from worker.kv_pool import KVPool
 from worker.kv_quant import KV_DTYPES
 from worker.model_runner import ModelRunner
 from worker.models.flat_model import FlatModel
-from worker.models.loader import load_model
 
 POOLS = ("int8", "fp8")
 
 
 @functools.cache
 def flat_model() -> FlatModel:
-    """Two Llama layers whose widths the compiled kernels take, with weights large enough for attention to matter."""
-    config = ModelConfig(
-        architecture="LlamaForCausalLM", vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=10000.0,
-        rope_scaling=None, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False, attention_bias=False,
-        qk_norm=False, eos_token_ids=[], bos_token_id=None, dtype="float32")
-    model = load_model(ModelFiles(kind="dummy", path="", config=config, served_name="tiny"), dtype="float32",
-                       device="cpu", seed=4)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.mul_(15.0)
-    return model
+    """Of widths that the compiled kernels take."""
+    return make_tiny_llama(MAX_MODEL_LEN, seed=4, intermediate_size=64)
 
 
 @functools.cache

@@ -24,14 +24,13 @@ from worker.sampling import device_rows
 
 if TYPE_CHECKING:
     from worker.attention.base import AttentionBackend, BatchMeta
-    from worker.sampling.sampler import SamplingColumns
 
 
 class TritonOps(Ops):
     """Fused kernels, for CUDA devices and Triton's interpreter."""
 
     rows = TRITON_ROW_OPS
-    can_draw = True
+    draw = staticmethod(device_rows.sample)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         return embedding(ids, table)
@@ -41,9 +40,6 @@ class TritonOps(Ops):
 
     def arg_max(self, logits: Tensor) -> Tensor:
         return argmax(logits)
-
-    def draw(self, logits: Tensor, width: int, columns: SamplingColumns) -> Tensor:
-        return device_rows.sample(logits, width, columns)
 
     def silu_mul(self, both: Tensor) -> Tensor:
         return silu_mul(both)

@@ -6,6 +6,7 @@ own.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,9 @@ class Ops:
     """Stateless; one instance serves every model. `rows`: how batches are made on this device."""
 
     rows = TORCH_ROW_OPS
-    can_draw = False                            # `draw` exists
+    # int32 [L] on the device: one token a row of logits [L, V] among the first `width`, as its columns ask; below 0
+    # where the row's largest logit is not finite. Nobody waits for the device. None: drawing takes the host.
+    draw: Callable[[Tensor, int, SamplingColumns], Tensor] | None = None
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """ids [N], table [V, E] -> [N, E], the step's own copy: the residual stream starts as it."""
@@ -42,11 +45,6 @@ class Ops:
         """logits [L, V] -> int32 [L]: the first index of each row's largest; -1 where that is not finite."""
         largest, index = logits.max(-1)
         return torch.where(torch.isfinite(largest), index, -1).int()
-
-    def draw(self, logits: Tensor, width: int, columns: SamplingColumns) -> Tensor:
-        """int32 [L] on the device: one token a row of logits [L, V] among the first `width`, as its columns ask; below
-        0 where the row's largest logit is not finite. Nobody waits for the device."""
-        raise NotImplementedError("drawing without the host needs Triton; see can_draw")
 
     def silu_mul(self, both: Tensor) -> Tensor:
         """both [N, 2F], gate then up -> silu(gate) * up [N, F]."""
