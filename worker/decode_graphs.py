@@ -65,10 +65,15 @@ def ladder(largest: int) -> list[int]:
 
 
 def capture_cuda(run: Callable[[], None], pool: Any) -> Replayable:
-    """Record what `run` launches. Graphs of one pool share memory: they run one after another."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        run()
+    """Record what `run` launches. Graphs of one pool share memory: they run one after another. What other threads do
+    meanwhile (a profiler, say) does not end the capture."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            run()
+    except BaseException:
+        torch.cuda.set_stream(stream)           # torch leaves the capture's own one when it fails
+        raise
     return graph
 
 
@@ -107,9 +112,27 @@ class DecodeGraphs:
         return len(self._left)
 
     def capture_next(self) -> float:
-        """Capture the largest size that is left; seconds taken. No step may be under way on the host."""
+        """Capture the largest size that is left; seconds taken. No step may be under way on the host. In `auto` a
+        failure ends capturing, not the worker: what is not captured runs as it is."""
         begin = time.monotonic()
         size = self._left.pop()
+        try:
+            self._capture_size(size)
+        except RuntimeError as error:           # also torch's out of memory
+            if self.mode != "auto":
+                raise
+            logger.warning("capturing a decode graph of %d rows failed, %d more sizes are not tried: %s", size,
+                           len(self._left), str(error).split("\n", 1)[0])
+            self._left.clear()
+        seconds = time.monotonic() - begin
+        logger.debug("captured a decode graph of %d rows in %.0f ms", size, 1e3 * seconds)
+        if self.mode == "auto" and seconds > CAPTURE_LIMIT_S and size != self.sizes[-1] and self._left:
+            logger.info("capturing %d rows took %.0f ms, more than %.0f: %d sizes run as they are; --cuda-graphs on "
+                        "captures them at start", size, 1e3 * seconds, 1e3 * CAPTURE_LIMIT_S, len(self._left))
+            self._left.clear()
+        return seconds
+
+    def _capture_size(self, size: int) -> None:
         batch = self._blank(size)
         hidden = self._forward(batch)           # compiles what is not compiled; not recorded
         if self._hidden is None:
@@ -121,13 +144,6 @@ class DecodeGraphs:
         target = self._hidden[:size]
         batch.meta.cache.clear()                # what the recording uses is made in it
         self._graphs[size] = self._capture(lambda: _into(target, self._forward(batch)), self._pool)
-        seconds = time.monotonic() - begin
-        logger.debug("captured a decode graph of %d rows in %.0f ms", size, 1e3 * seconds)
-        if self.mode == "auto" and seconds > CAPTURE_LIMIT_S and size != self.sizes[-1] and self._left:
-            logger.info("capturing %d rows took %.0f ms, more than %.0f: %d sizes run as they are; --cuda-graphs on "
-                        "captures them at start", size, 1e3 * seconds, 1e3 * CAPTURE_LIMIT_S, len(self._left))
-            self._left.clear()
-        return seconds
 
 
 def _into(target: Tensor, value: Tensor) -> None:

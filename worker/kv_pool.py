@@ -9,6 +9,7 @@ Owns memory; does not know which request holds which block (the engine core does
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import time
@@ -130,13 +131,23 @@ class HostPool:
     def block_words(self) -> list[Tensor]:
         """One [num_host_blocks, words] tensor for each tensor of the pool, in the same order."""
         if self._words is None:
-            pinned = self._pool.device.type == "cuda"
             shapes = [((self.num_host_blocks, *t.shape[1:]), t.dtype) for t in self._pool.block_words]
-            self._words = [
-                torch.zeros(shape, dtype=dtype, pin_memory=True) if pinned else _lazy_zeros(shape, dtype)
-                for shape, dtype in shapes
-            ]
+            if self._pool.device.type == "cuda":
+                self._words = shared_pages(shapes, pin_memory=True)
+            else:
+                self._words = [_lazy_zeros(shape, dtype) for shape, dtype in shapes]
         return self._words
+
+
+def shared_pages(shapes: list[tuple[tuple[int, ...], torch.dtype]], *, pin_memory: bool) -> list[Tensor]:
+    """Tensors in one allocation, whose contents are not set: torch rounds each pinned one up to a power of two, which
+    for many of them is a third more memory than asked for."""
+    sizes = [-(-int(np.prod(shape)) * dtype.itemsize // 512) * 512 for shape, dtype in shapes]
+    pages, begin, made = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin_memory), 0, []
+    for (shape, dtype), size in zip(shapes, sizes):
+        made.append(pages[begin:begin + int(np.prod(shape)) * dtype.itemsize].view(dtype).view(shape))
+        begin += size
+    return made
 
 
 def _as_block_words(tensor: Tensor) -> Tensor:
@@ -195,26 +206,36 @@ def check_block_ops(pool: KVPool, host: HostPool, sources: np.ndarray, targets: 
     _check_written_once("host slot", out_slots)
 
 
-def measure_block_swap_ns(pool: KVPool, num_host_blocks: int) -> int:
+MoveBlocks = Callable[..., None]                # called with swap_out, swap_in, copies: int [n, 2]
+
+
+def plain_mover(pool: KVPool, host: HostPool) -> MoveBlocks:
+    """apply_block_ops on these two."""
+    return functools.partial(apply_block_ops, pool, host)
+
+
+def measure_block_swap_ns(
+    pool: KVPool, num_host_blocks: int, mover: Callable[[KVPool, HostPool], MoveBlocks] = plain_mover
+) -> int:
     """Time to copy one block out to host memory and back; 0 without host blocks. The engine core weighs it against
     computing the block again.
 
-    Moves a few blocks at once, as a preempted request does, so each bears its share of the fixed cost. Uses a small
-    host pool of its own: the real one stays unallocated until the first swap. Contents of the pool survive. Takes at
-    most a few times SWAP_SAMPLE_LIMIT_NS, whatever the model.
+    `mover`: what moves blocks while serving. Moves a few at once, as a preempted request does, so each bears its share
+    of the fixed cost. Uses a small host pool of its own: the real one stays unallocated until the first swap. Contents
+    of the pool survive. Takes at most a few times SWAP_SAMPLE_LIMIT_NS, whatever the model.
     """
     block_bytes = sum(t.shape[1] * t.element_size() for t in pool.block_words)
     count = min(SWAP_SAMPLE_BLOCKS, max(1, SWAP_SAMPLE_BYTES // block_bytes), pool.num_blocks, num_host_blocks)
     if count < 1:
         return 0
-    host = HostPool(pool, count)
-    blocks, slots = np.arange(1, count + 1), np.arange(count)
+    move = mover(pool, HostPool(pool, count))
+    blocks, slots, nothing = np.arange(1, count + 1), np.arange(count), np.empty((0, 2), np.int64)
     out, back = np.stack([blocks, slots], axis=1), np.stack([slots, blocks], axis=1)
 
     def round_trip() -> int:
         begin = time.monotonic_ns()
-        apply_block_ops(pool, host, swap_out=out)
-        apply_block_ops(pool, host, swap_in=back)
+        move(swap_out=out, swap_in=nothing, copies=nothing)
+        move(swap_out=nothing, swap_in=back, copies=nothing)
         if pool.device.type == "cuda":
             torch.cuda.synchronize(pool.device)
         return time.monotonic_ns() - begin
@@ -346,13 +367,14 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def profile_num_blocks(
-    run_largest_step: Callable[[], object], bytes_per_block: int, *, device: str = "cuda", utilization: float = 0.9
+    run_largest_step: Callable[[], object], bytes_per_block: int, *, device: str = "cuda", utilization: float = 0.9,
+    dummy_bytes: int = 0,
 ) -> tuple[int, str]:
     """(usable blocks, why) for a CUDA worker whose weights are loaded.
 
-    run_largest_step executes the largest batch the scheduler may build, against a dummy pool, and returns when it is
-    queued. The pool gets what `utilization` of the device leaves after the peak of that step and whatever others hold,
-    so that no later step can run out of memory.
+    run_largest_step executes the largest batch the scheduler may build, against a dummy pool of `dummy_bytes` that
+    nobody needs afterwards, and returns when it is queued. The pool gets what `utilization` of the device leaves after
+    the peak of that step and whatever others hold, so that no later step can run out of memory.
     Raises ConfigError when nothing is left.
     """
     torch.cuda.empty_cache()
@@ -360,7 +382,7 @@ def profile_num_blocks(
     with torch.inference_mode():
         run_largest_step()
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
+    peak = torch.cuda.max_memory_allocated(device) - dummy_bytes
     free, total = torch.cuda.mem_get_info(device)
     others = max(0, total - free - torch.cuda.memory_reserved(device))  # other processes, the context, libraries
     torch.cuda.empty_cache()

@@ -44,6 +44,10 @@ class EarlierStepFailed(Exception):
     """The step before the one being launched turned out to have failed."""
 
 
+class DeviceLost(Exception):
+    """The device answers nothing but the error of an earlier step."""
+
+
 class Starting:
     """Tells supervisor and core what the start is doing."""
 
@@ -263,6 +267,9 @@ class WorkerLoop:
             raise EarlierStepFailed
 
     def _fail(self, runner: ModelRunner, step: int, error: Exception) -> None:
+        """Tell the core. Raises DeviceLost where no later step can succeed: this process ends, another takes over."""
+        if runner.is_device_lost():
+            raise DeviceLost(f"step {step}: {type(error).__name__}: {error}") from error
         if not runner.needs_reset:              # else it is known, and the core undoes what came after
             runner.needs_reset = True
             text = "".join(traceback.format_exception(error))

@@ -26,7 +26,7 @@ from worker.attention.base import AttentionBackend, BatchMeta
 from worker.batch import NO_PAIRS, Batch, BatchBuilder, result_column
 from worker.decode_graphs import DecodeGraphs
 from worker.device_rows import ResidentBuilder
-from worker.kv_pool import HostPool, KVPool, apply_block_ops
+from worker.kv_pool import HostPool, KVPool
 from worker.models.flat_model import FlatModel
 from worker.profiler import no_range
 from worker.pinned import Result, ResultReader
@@ -36,7 +36,7 @@ from worker.sampling.grammar_vocabulary import load_vocabulary
 from worker.sampling.sampler import SamplingColumns
 from worker.sampling.step import NO_ROWS, StepResult, StepSampler
 from worker.spec_decode.ngram import NO_DRAFTS, NgramDrafter
-from worker.swap_stream import SwapStream
+from worker.swap_stream import mover_of
 
 if TYPE_CHECKING:
     from worker.jit.upgrade import Upgrade
@@ -77,9 +77,7 @@ class ModelRunner:
         """upgrade: on its way to another model for the same pool; this one then uses no compiled kernels either."""
         self.model, self.backend, self.pool, self.device = model, backend, pool, device
         self.host = HostPool(pool, num_host_blocks)
-        self.move_blocks: Callable[..., None] = functools.partial(apply_block_ops, pool, self.host)
-        if pool.device.type == "cuda":
-            self.move_blocks = SwapStream(pool, self.host).apply
+        self.move_blocks = mover_of(pool)(pool, self.host)
         self.state = RequestState(seats, max_model_len, pool.block_size)
         self.builder: BatchBuilder | ResidentBuilder
         self.graphs: DecodeGraphs | None = None
@@ -176,6 +174,17 @@ class ModelRunner:
                                  step.done_ns, device_ns, result.logprobs, result.prompt_logprobs, result.pooled,
                                  _packed(step.ended_rows), result.failed, _packed(step.accepted),
                                  _packed(step.proposals))
+
+    def is_device_lost(self) -> bool:
+        """Whether an error is one that every later call will meet too, as CUDA's after an illegal address is: only a
+        new process has a working device."""
+        if torch.device(self.device).type != "cuda":
+            return False
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return True
+        return False
 
     @property
     def has_capture(self) -> bool:

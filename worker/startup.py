@@ -33,6 +33,8 @@ from worker.sampling import jit_threads, processors
 from worker.sampling.step import PROMPT_SLICE
 from worker.sampling.vocabulary import num_valid_tokens
 from worker.spec_decode.ngram import NgramDrafter
+from worker.swap_stream import mover_of
+from worker.warm_up import warm_up
 
 if TYPE_CHECKING:
     from worker.main import Starting
@@ -68,9 +70,9 @@ def compute_capability(device: str) -> int | None:
 
 
 def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, dtype: torch.dtype, num_tokens: int,
-                 num_logits: int, device: str) -> Callable[[], object]:
+                 num_logits: int, device: str) -> tuple[Callable[[], object], int]:
     """The step that needs most memory: one prompt of the whole budget, logits for every seat and its drafts
-    or for a slice of prompt log-probabilities, in a pool of its own."""
+    or for a slice of prompt log-probabilities, in a pool of its own; and that pool's bytes."""
     pool = KVPool(backend, -(-num_tokens // block_size), block_size, model.kv_spec(), dtype, device)
     state = RequestState(1, num_tokens, block_size)
     plan = SchedulerOutput(1, 1, new=[NewRow(1, num_tokens, num_tokens, 0, pool.num_blocks, SamplingParams())],
@@ -85,7 +87,7 @@ def largest_step(model: FlatModel, backend: AttentionBackend, block_size: int, d
             raise RuntimeError("the largest step has no tokens")
         hidden = model(batch.input_ids, batch.positions, pool.caches, batch.meta, backend)
         return model.compute_logits(hidden[:max(num_logits, PROMPT_SLICE)])
-    return run
+    return run, sum(tensor.nbytes for cache in pool.caches for tensor in cache)
 
 
 def count_bytes(model: FlatModel) -> int:
@@ -125,19 +127,10 @@ def prepare_device(runner: ModelRunner, max_tokens: int, starting: Starting, bet
     shall be there from the start. Each is a phase."""
     if runner.device == "cpu":
         return
-    from worker.attention.triton_paged import TritonBackend
     starting.begin("warm up kernels")
     between()
-    if isinstance(runner.backend, TritonBackend):
-        config = runner.model.config
-        runner.backend.warm_up(runner.pool.caches[0], num_heads=config.num_attention_heads,
-                               dtype=runner.model.embed_tokens.dtype, block_size=runner.pool.block_size,
-                               window=config.sliding_window)
-    sizes = [1 << power for power in range(max_tokens.bit_length())]
-    for done, num_tokens in enumerate(sizes):
-        runner.warm_up(num_tokens)
-        starting.advance((done + 0.9) / len(sizes))
-    starting.end(f"steps of up to {sizes[-1]} tokens")
+    largest = warm_up(runner, max_tokens, starting.advance)
+    starting.end(f"steps of up to {largest} tokens")
     graphs = runner.graphs
     if graphs is not None and graphs.mode == "on":
         starting.begin("capture graphs")
@@ -254,9 +247,10 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
     elif device == "cuda" and cache.kv_cache_memory is None:
         longest = min(config.max_num_batched_tokens, max_model_len)
         logits = min(seats * (1 + config.num_speculative_tokens), config.max_num_batched_tokens)
-        step = largest_step(model, backend, size, dtype, longest, logits, device)
-        num_blocks, text = profile_num_blocks(step, block_bytes, device=device,
+        step, dummy_bytes = largest_step(model, backend, size, dtype, longest, logits, device)
+        num_blocks, text = profile_num_blocks(step, block_bytes, device=device, dummy_bytes=dummy_bytes,
                                               utilization=cache.gpu_memory_utilization)
+        del step                                # and its pool
         num_blocks = min(num_blocks, useful)
     else:
         try:
@@ -268,7 +262,7 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
                               "tokens, a smaller --max-model-len needs less") from None
     pool = KVPool(backend, num_blocks, size, kv_spec, dtype, device)
     num_host_blocks = cache.swap_space // block_bytes
-    swap_block_ns = measure_block_swap_ns(pool, num_host_blocks)
+    swap_block_ns = measure_block_swap_ns(pool, num_host_blocks, mover_of(pool))
     if swap_block_ns:
         logger.info("swap space of %d blocks; one out and back takes %d us", num_host_blocks, swap_block_ns // 1000)
     starting.end(text)

@@ -11,6 +11,7 @@ there. Does not decide which blocks move.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.kv_pool import HostPool, KVPool, check_block_ops
+from worker.kv_pool import HostPool, KVPool, MoveBlocks, check_block_ops, plain_mover
+
+
+def mover_of(pool: KVPool) -> Callable[[KVPool, HostPool], MoveBlocks]:
+    """What moves this pool's blocks while serving."""
+    return (lambda pool, host: SwapStream(pool, host).apply) if pool.device.type == "cuda" else plain_mover
 
 
 class SwapStream:

@@ -15,6 +15,7 @@ from bench.preemption_model import TOKEN_NS, modelled_ratios, modelled_time
 from engine_core.preemption import CostModel
 from worker.attention.registry import get_backend
 from worker.kv_pool import KVPool, measure_block_swap_ns
+from worker.swap_stream import SwapStream
 
 SIZES = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, budget=BUDGET, seats=SEATS)
 
@@ -112,6 +113,7 @@ def test_measuring_the_copy_of_a_block_leaves_the_pool_as_it_was() -> None:
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
     before = [words.clone() for words in pool.block_words]
     assert measure_block_swap_ns(pool, 5) > 0
+    assert measure_block_swap_ns(pool, 5, lambda *its: SwapStream(*its).apply) > 0
     assert all(torch.equal(a, b) for a, b in zip(before, pool.block_words))
     assert measure_block_swap_ns(pool, 0) == 0
 

@@ -2,6 +2,7 @@
 eager steps: tests/kernels/interpreted/test_runner.py."""
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 
@@ -68,6 +69,53 @@ def test_a_slow_capture_ends_those_between_steps_but_not_those_at_the_start(mode
     assert graphs.num_left == 4
     graphs.capture_next()
     assert graphs.num_left == left
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_a_capture_that_fails_ends_the_captures_between_steps_and_a_start_that_asked_for_them(mode):
+    graphs, captured = make(mode)
+    graphs.capture_next()
+    graphs._capture = lambda run, pool: (_ for _ in ()).throw(RuntimeError("CUDA error: operation not permitted"))
+    if mode == "on":
+        with pytest.raises(RuntimeError, match="not permitted"):
+            graphs.capture_next()
+        return
+    graphs.capture_next()
+    assert (graphs.num_left, graphs.padded(9), graphs.padded(8)) == (0, 16, None)
+
+
+class FakeCuda:
+    """As much of torch.cuda as a capture touches; a failed one leaves the capture's stream, as torch's does."""
+
+    def __init__(self) -> None:
+        self.stream, self.modes = "steps", []
+
+    CUDAGraph = staticmethod(lambda: types.SimpleNamespace())
+
+    def current_stream(self):
+        return self.stream
+
+    def set_stream(self, stream):
+        self.stream = stream
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool, capture_error_mode):
+        self.modes.append(capture_error_mode)
+        before, self.stream = self.stream, "capture"
+        yield
+        self.stream = before
+
+
+def test_a_failed_capture_gives_the_stream_back(monkeypatch):
+    cuda = FakeCuda()
+    monkeypatch.setattr(decode_graphs.torch, "cuda", cuda)
+    decode_graphs.capture_cuda(lambda: None, None)
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decode_graphs.capture_cuda(fail, None)
+    assert cuda.stream == "steps" and cuda.modes == ["thread_local"] * 2
 
 
 def test_warming_up_changes_nothing_but_scratch():

@@ -278,6 +278,8 @@ def test_the_profiling_run_leaves_room_for_the_largest_step_and_for_others(monke
     monkeypatch.setattr(kv_pool.torch, "cuda", FakeCuda(peak=250 << 20))
     ran: list[bool] = []
     num_blocks, why = kv_pool.profile_num_blocks(lambda: ran.append(True), 1 << 20, utilization=0.9)
+    monkeypatch.setattr(kv_pool.torch, "cuda", FakeCuda(peak=280 << 20))       # of which 30 are the step's own pool
+    assert (num_blocks, why) == kv_pool.profile_num_blocks(lambda: None, 1 << 20, dummy_bytes=30 << 20)
     assert ran == [True] and num_blocks == 900 - 250 - 50 - 2
     assert why.endswith("90% of 1000 MiB, less 250 MiB for weights and the largest step and 50 MiB held by others")
 
@@ -286,6 +288,17 @@ def test_a_device_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(kv_pool.torch, "cuda", FakeCuda(peak=849 << 20))
     with pytest.raises(ConfigError, match="leaves no room for a block .* --gpu-memory-utilization"):
         kv_pool.profile_num_blocks(lambda: None, 1 << 20)
+
+
+def test_tensors_in_one_allocation_lie_apart_and_aligned() -> None:
+    shapes = [((3, 5), torch.int64), ((3, 7), torch.uint8), ((0, 4), torch.int64), ((2, 2), torch.int64)]
+    made = kv_pool.shared_pages(shapes, pin_memory=False)
+    for value, tensor in enumerate(made):
+        tensor.fill_(value)
+    assert [(tuple(t.shape), t.dtype) for t in made] == shapes
+    assert all((tensor == value).all() for value, tensor in enumerate(made))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in made}) == 1
+    assert all(tensor.storage_offset() * tensor.itemsize % 512 == 0 for tensor in made)
 
 
 def test_a_pool_without_blocks_is_refused() -> None:

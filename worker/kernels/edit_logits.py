@@ -56,7 +56,7 @@ def penalise_reference(logits: Tensor, rows: Tensor, starts: Tensor, ids: Tensor
         logits[row, ids[part].long()] = values.to(logits.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["word_stride"])
 def mask_bits_kernel(logits_ptr, rows_ptr, words_ptr, width, stride, word_stride, BLOCK: tl.constexpr):
     """Grid (n, V / BLOCK). Writes only what the mask excludes."""
     entry = tl.program_id(0).to(tl.int64)

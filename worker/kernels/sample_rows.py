@@ -110,7 +110,7 @@ def _draw(base, words, width, largest, scale, limit, noise, HAS_WORDS: tl.conste
     return tl.minimum(token, last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["word_stride"])
 def sample_rows_kernel(out_ptr, logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, children_ptr,
                        indices_ptr, words_ptr, word_index_ptr, width, stride, word_stride, HAS_WORDS: tl.constexpr,
                        BLOCK: tl.constexpr, PIVOTS: tl.constexpr):

@@ -153,7 +153,15 @@ def warm_up(width: int) -> None:
     kernels.sample(x, width, ones, ones, ones, ones * 0, ones, ones, ones)
     kernels.greedy(x, width)
     kernels.logprobs(x, ones, ones)
+    counts, seen = warm_up_counts(width)
     one = np.zeros(1, np.int64)
-    counts, seen = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
-    kernels.count(np.zeros((1, 1), np.int32), one, one, one, one, one, counts, seen, one.copy())
     kernels.penalise(x, one, one, counts, seen, one.copy(), ones, ones, ones)
+
+
+def warm_up_counts(width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The part that serves a CUDA device too. Returns empty counts and lists."""
+    kernels, one = load(), np.zeros(1, np.int64)
+    counts, seen = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
+    if kernels is not None:
+        kernels.count(np.zeros((1, 1), np.int32), one, one, one, one, one, counts, seen, one.copy())
+    return counts, seen
