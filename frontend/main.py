@@ -32,7 +32,6 @@ from ipc.system import allow_descriptors
 logger = logging.getLogger("frontend")
 
 OWN_DESCRIPTORS = 128                           # sockets, pipes and files besides connections
-PAUSED = b"paused"
 
 
 async def serve(config: FrontendProcess, life: ChildLife) -> None:
@@ -83,13 +82,12 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     if section.otlp_traces_endpoint:
         tracer = RequestTracer(section.otlp_traces_endpoint, llm.served_model_name)
         llm.observers.append(tracer.observe)
-    peers_here = Peers(config.run_dir, config.rank) if section.api_servers > 1 else None
-    if peers_here is not None:
-        peers_here.answers.update(metrics=metrics.own_text, pause=_done(llm.pause), resume=_done(llm.resume),
-                                  is_paused=lambda: PAUSED if llm.is_paused else b"")
+    peers_here = Peers(config.run_dir, config.rank)
+    peers_here.answers.update(metrics=metrics.own_text, pause=_done(llm.pause), resume=_done(llm.resume))
+    if section.api_servers > 1:
         await peers_here.start()
     app = build_app(llm, extra_rows=debug_rows(llm, metrics, peers_here), section=section, peers=peers_here)
-    if peers_here is not None and PAUSED in await peers_here.ask("is_paused"):
+    if peers_here.is_paused:
         llm.pause()                             # a predecessor was told; what comes to us waits as elsewhere
     server = HttpServer(app, socket_from_fd(config.listen_fd),
                         max_connections=section.max_connections, ssl_certfile=section.ssl_certfile,
@@ -108,8 +106,7 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     else:
         ready.cancel()
         await server.stop(0.0)
-    if peers_here is not None:
-        peers_here.close()
+    peers_here.close()
     await llm.close()
     if tracer is not None:
         await asyncio.to_thread(tracer.close)

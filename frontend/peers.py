@@ -1,7 +1,8 @@
 """The other API servers of one engine: each answers a few questions of the rest on a socket in the run directory.
 
 Several processes serve one port, and a client reaches any of them: what must hold for all (a pause, the sums on
-/metrics) goes through here. A question is one line, the answer the rest of the connection. Knows no HTTP.
+/metrics) goes through here. A question is one line, the answer the rest of the connection. A pause is also a file, so
+that it outlives all of them. Knows no HTTP.
 """
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0                                  # a peer that takes longer is left out
 PREFIX = "api-"
+PAUSED_FILE = "paused"                          # there: new requests wait
 
 Answer = Callable[[], bytes]
 
@@ -25,6 +27,7 @@ class Peers:
 
     def __init__(self, run_dir: str, rank: int) -> None:
         self._run_dir, self._path = run_dir, os.path.join(run_dir, f"{PREFIX}{rank}")
+        self._paused = os.path.join(run_dir, PAUSED_FILE)
         self.answers: dict[str, Answer] = {}
         self._server: asyncio.Server | None = None
 
@@ -41,6 +44,23 @@ class Peers:
                 writer.write(answer())
                 await writer.drain()
         writer.close()
+
+    @property
+    def is_paused(self) -> bool:
+        """What was said last, by any server of this engine, also one that is gone."""
+        return os.path.exists(self._paused)
+
+    async def pause(self) -> None:
+        """The others' new requests wait too, and those of servers that are still to start."""
+        with open(self._paused, "wb"):
+            pass
+        await self.ask("pause")
+
+    async def resume(self) -> None:
+        """Undo `pause`."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._paused)
+        await self.ask("resume")
 
     async def ask(self, question: str) -> list[bytes]:
         """The answers of all others that live."""

@@ -155,15 +155,14 @@ class Weights(NamedTuple):
     model: Any                                  # FlatModel, or JitModel, which has its interface
     backend: AttentionBackend                   # the compiled model's own; else made anew
     device: str
+    upgrade: Upgrade | None                     # goes on meanwhile
 
     @staticmethod
-    def of(runner: ModelRunner) -> Weights | None:
-        """Those of a runner, in host memory; None: it holds some for the time of a start only."""
-        if runner.upgrade is not None:
-            return None
+    def of(runner: ModelRunner) -> Weights:
+        """Those of a runner, in host memory."""
         if isinstance(runner.model, torch.nn.Module):
             runner.model.to("cpu")
-        return Weights(runner.model, runner.backend, runner.device)
+        return Weights(runner.model, runner.backend, runner.device, runner.upgrade)
 
 
 def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[], None],
@@ -184,7 +183,7 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
     dtype = DTYPES[dtype_name]
     choice, why = build.choose(config, device)
     logger.info("%s model (%s)", "torch" if choice is None else "compiled", why if choice is None else choice.reason)
-    upgrade = None
+    upgrade = kept.upgrade if kept is not None else None
     if choice is not None and kept is None and not compiler.is_compiled():
         reason = reason_to_wait(config, free_memory()[0])
         upgrade = Upgrade(config, choice) if reason is None else None
@@ -203,8 +202,9 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
     model: Any                                  # FlatModel, or JitModel, which has its interface
     try:
         if kept is not None:
-            model = kept.model.to(kept.device) if choice is None else kept.model
-            num_bytes = count_bytes(model) if choice is None else model.nbytes
+            is_torch = isinstance(kept.model, torch.nn.Module)
+            model = kept.model.to(kept.device) if is_torch else kept.model
+            num_bytes = count_bytes(model) if is_torch else model.nbytes
             stored = f"{num_bytes / 2**20:.0f} MiB, kept"
         elif choice is None or upgrade is not None:
             model = load_model(config.model.files, dtype=dtype_name, device=device, seed=config.model.seed,

@@ -54,7 +54,7 @@ async def pause(peers: Peers | None, exchange: Exchange, engine: EngineLike) -> 
     """POST /pause: new requests wait, also in streams, which send keep-alive comments; running ones go on."""
     engine.pause()
     if peers is not None:
-        await peers.ask("pause")
+        await peers.pause()
     await _reply(exchange, engine, "paused")
 
 
@@ -62,7 +62,7 @@ async def resume(peers: Peers | None, exchange: Exchange, engine: EngineLike) ->
     """POST /resume: the waiting requests go on."""
     engine.resume()
     if peers is not None:
-        await peers.ask("resume")
+        await peers.resume()
     await _reply(exchange, engine, "resumed")
 
 

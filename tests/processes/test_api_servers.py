@@ -70,6 +70,26 @@ def test_two_servers_share_a_port_a_core_and_their_counts(tiny_model: str, temp:
     assert_nothing_left(temp)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_pause_outlives_every_server(count: int, tiny_model: str, temp: str) -> None:
+    server = ServerProcess(tiny_model, temp, *FLAGS, "--api-servers", str(count), "--admin-api-key", KEY)
+    try:
+        server.wait_ready()
+        assert call(server, "POST", "/pause")[0] == 200
+        pids = re.search(r"^  PIDs +(.*)$", server.screen, re.M)[1]
+        for pid in re.findall(r"frontend(?: 1)? (\d+)", pids):
+            os.kill(int(pid), signal.SIGKILL)
+        wait_until(lambda: "serving again" in server.screen)
+        assert {json.loads(call(server, "GET", "/is_paused")[1])["is_paused"] for _ in range(6 * count)} == {True}
+        assert call(server, "POST", "/resume")[0] == 200
+        assert {json.loads(call(server, "GET", "/is_paused")[1])["is_paused"] for _ in range(6 * count)} == {False}
+        complete(server)
+        assert server.end() == 0, server.screen
+    finally:
+        server.kill()
+    assert_nothing_left(temp)
+
+
 def test_an_attached_program_lives_through_a_new_core_and_ends_with_the_engine(tiny_model: str, temp: str) -> None:
     server = ServerProcess(tiny_model, temp, *FLAGS)
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

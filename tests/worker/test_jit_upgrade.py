@@ -13,7 +13,9 @@ import pytest
 
 pytest.importorskip("numba")
 
+from ipc.cli import build_config  # noqa: E402
 from tests.worker.test_linear_source import make_process, write_model  # noqa: E402
+from worker import startup  # noqa: E402
 from worker.jit import build, compiler, features, upgrade  # noqa: E402
 from worker.jit.upgrade import Upgrade, reason_to_wait  # noqa: E402
 
@@ -91,6 +93,26 @@ def test_without_kernels_torch_goes_on(script: str, made: Any, reason: str, tmp_
     running, taken = run_upgrade(tmp_path, monkeypatch, script, made)
     assert running.is_over and not any(taken)
     assert f"no compiled kernels ({reason}); torch goes on serving" in caplog.text
+
+
+def test_a_sleep_keeps_the_model_that_serves_meanwhile_and_its_successor_to_be(
+        tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wake-up read the weights again when the kernels were still being compiled."""
+    section = build_config(tiny_model, {}, serve=False).model
+    config = make_process(section.files, cache=dict(num_gpu_blocks_override=16), max_model_len=64)
+    compiling = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(compiler, "start", lambda width: compiling)
+    monkeypatch.setattr(compiler, "is_compiled", lambda: False)
+    starting: Any = SimpleNamespace(begin=lambda name: None, advance=lambda *_: None, end=lambda detail="": None)
+    try:
+        runner, ready = startup.build_runner(config, starting, lambda: None)
+        kept = startup.Weights.of(runner)
+        again, ready_again = startup.build_runner(config, starting, lambda: None, kept)
+        assert again.model is runner.model is not None and again.upgrade is runner.upgrade is not None
+        assert ready_again.num_blocks == ready.num_blocks and again.pool is not runner.pool
+    finally:
+        compiling.kill()
+        compiling.wait()
 
 
 def test_a_compiler_whose_parent_is_gone_ends_at_once() -> None:
