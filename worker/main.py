@@ -6,6 +6,7 @@ Python; the compute pool is torch's.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import time
@@ -36,6 +37,7 @@ logger = logging.getLogger("worker")
 PHASE_INTERVAL_S = 0.1
 PROFILER_S = 60.0                               # prediction for reading what the profiler recorded
 UPGRADE_POLL_MS = 200                           # while kernels are being compiled
+TIDY_MS = 200                                   # idle for so long, a worker gives back what only its start needed
 FIRST_STEP_S = 6.0                              # prediction for the first step, which may warm things up
 STEP_POLL_S = 50e-6                             # how often messages and the step in flight are looked at
 
@@ -87,6 +89,7 @@ class WorkerLoop:
         self.is_stopping = False
         self.step_s = 0.0                       # longest step so far, what a step is predicted to take at most
         self.in_flight: Step | None = None      # launched, its result not sent
+        self.is_tidy = False                    # what only the start needed is given back
 
     def poll(self, timeout_ms: int | None) -> bool:
         """Whether anything came."""
@@ -106,6 +109,7 @@ class WorkerLoop:
 
     def _start(self) -> tuple[ModelRunner, WorkerReady]:
         starting = Starting(self.life, self.link)
+        gc.disable()                            # importing torch makes 250,000 objects, none of them garbage
         starting.begin("import torch")
         from worker.startup import build_runner
         starting.end()
@@ -116,7 +120,8 @@ class WorkerLoop:
         self.life.ready(ready.detail, ready.num_blocks)
         if runner.upgrade is not None:
             self.life.phase(runner.upgrade.phase, 0.0, runner.upgrade.seconds, "torch serves meanwhile")
-        release_memory()
+        gc.freeze()                             # what was loaded stays
+        gc.enable()
         return runner, ready
 
     def run(self) -> None:
@@ -214,6 +219,11 @@ class WorkerLoop:
             runner.capture_next()
         if not runner.has_capture:
             progress.waiting()
+            if not self.is_tidy:
+                if self.poll(TIDY_MS):
+                    return
+                release_memory()                # takes 0.2 s, in which the requests of a predecessor would wait
+                self.is_tidy = True
             self.poll(None if runner.upgrade is None else UPGRADE_POLL_MS)
 
     def _upgrade(self, runner: ModelRunner) -> None:
