@@ -35,6 +35,7 @@ from ipc.cli import build_config
 from ipc.config import EngineConfig, Peer, WorkerProcess
 from ipc.messages import HELLO, EngineReady, ModelRunnerOutput, SchedulerOutput
 from ipc.sockets import Router
+from ipc.step_ring import StepRing
 from worker.startup import build_runner
 
 RESAMPLES = 10_000
@@ -49,6 +50,12 @@ class Quiet:
     def advance(self, fraction: float, detail: str = "") -> None: ...
 
     def end(self, detail: str = "") -> None: ...
+
+
+class NoRing(StepRing):
+    """Keeps no step."""
+
+    def put(self, step: int, *stamps: int) -> None: ...
 
 
 class OneProcess:
@@ -74,12 +81,14 @@ class OneProcess:
         self.frontends.epoch = 1
         self.is_stopping = False
         self.model = self.runner.model = TimedModel(self.runner.model)  # type: ignore[assignment]
+        self._ring = self.runner.ring
         self.host_us: list[float] = []  # CPU time of each step without its forward pass
         self.whole_us: list[float] = []  # with it
         self._last = (0, 0)
 
     def record(self, is_on: bool) -> None:
         self.core.outbox.is_recording = is_on
+        self.runner.ring = self._ring if is_on else NoRing()
 
     async def run(self) -> None:
         """Step while there is work; between steps the loop belongs to the frontend."""
@@ -220,11 +229,15 @@ def summary(name: str, on: np.ndarray, off: np.ndarray, base: float, args: argpa
 
 def per_record_us(count: int = 20_000) -> float:
     """Making, sending along and keeping the record of one step, by itself: what the difference must be about."""
-    outbox, timeline, clock = Outbox(), Timeline(), time.monotonic_ns
+    outbox, ring, timeline, clock = Outbox(), StepRing(), Timeline(), time.monotonic_ns
     begin = time.process_time_ns()
     for step in range(count):
         moments = [clock() for _ in range(10)]
-        outbox.step([*moments[:9], 0, 0, step, 16, 16, 0])
+        plan = (step, *moments[:3], 0, 0, 0, 0, 0, 0, 0, 0, step, 16, 16, 0)
+        outbox.planned(*plan)
+        for _ in range(4):  # the worker's: it has the plan, has prepared it, has computed it, has the tokens
+            ring.put(*plan)
+        outbox.step(step, *moments[:9], 0, 0, step, 16, 16, 0)
         outbox.commit_ended(moments[9])
         timeline.add(outbox.steps_for(1, clock()), clock(), clock(), clock(), 16, 0, 100)
         outbox.told(1)

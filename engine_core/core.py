@@ -256,7 +256,10 @@ class EngineCore:
         """Work that no plan waits for: call after the plan is on its way. `planned_ns`: when `plan` had returned."""
         in_flight = self.scheduler.rows.in_flight
         if in_flight:
-            in_flight[-1].end_ns, in_flight[-1].sent_ns = planned_ns or now_ns, now_ns
+            record = in_flight[-1]
+            record.end_ns, record.sent_ns = planned_ns or now_ns, now_ns
+            self.outbox.planned(record.step, record.begin_ns, record.end_ns, now_ns, 0, 0, 0, 0, 0, 0, 0, 0,
+                                record.step, record.num_rows, record.num_tokens, record.num_prefill_tokens)
         self.scheduler.settle()
 
     def commit(self, result: ModelRunnerOutput, now_ns: int = 0) -> None:
@@ -283,9 +286,9 @@ class EngineCore:
         self.outbox.tokens(news.ids, news.index, news.tokens)
         # On a busy host the worker can have the plan before this process comes to note that it left.
         sent_ns = min(record.sent_ns, result.received_ns or record.sent_ns)
-        self.outbox.step([record.begin_ns, min(record.end_ns, sent_ns), sent_ns, result.received_ns, result.prepared_ns,
-                          result.launched_ns, result.done_ns, result.device_ns, now_ns, 0, 0, result.step,
-                          record.num_rows, record.num_tokens, record.num_prefill_tokens])
+        self.outbox.step(result.step, record.begin_ns, min(record.end_ns, sent_ns), sent_ns, result.received_ns,
+                         result.prepared_ns, result.launched_ns, result.done_ns, result.device_ns, now_ns, 0, 0,
+                         result.step, record.num_rows, record.num_tokens, record.num_prefill_tokens)
         for number, kind, message in extras:
             self.outbox.extra(number, kind, message)
         for request, reason, token in news.done:

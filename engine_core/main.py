@@ -30,6 +30,7 @@ from ipc.messages import (EMPTY, HELLO, SERVING, Command, CommandReply, ConfigCo
 from ipc.process import configure_logging
 from ipc.progress import PLANS, Progress
 from ipc.sockets import Link, Router
+from ipc.step_ring import StepRing
 
 logger = logging.getLogger("engine_core")
 
@@ -245,6 +246,7 @@ def serve(config: CoreProcess, life: ChildLife) -> None:
     worker = await_workers(links, waiting_frontends)
     if not links.is_stopping:
         core = EngineCore(config.scheduler, config.cache, worker, config.hash_key)
+        core.outbox.ring = StepRing(config.run_dir, "engine_core-0")
         core.kept.take(worker, core.scheduler.blocks)
         worker = msgspec.structs.replace(worker, kept=[], kept_tokens=EMPTY, kept_blocks=EMPTY)
         ready = EngineReady(worker.num_blocks, config.cache.block_size, worker.max_model_len, worker.vocab_size,

@@ -4,19 +4,19 @@ A frontend that cannot take more costs nobody else anything: its outputs join he
 """
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ipc.messages import EMPTY, STAMPS, Admitted, Finished, Outputs
+from ipc.step_ring import RING_STEPS, StepRing
 
 if TYPE_CHECKING:
     from engine_core.core import EngineCore
 
 
-MAX_STEPS = 256                                 # kept for a frontend that cannot take more now
-COMMIT_END, OUTPUTS_SENT = STAMPS.index("commit_end"), STAMPS.index("outputs_sent")
+STEP, COMMIT_BEGIN, COMMIT_END, OUTPUTS_SENT = (STAMPS.index(name) for name in (
+    "step", "commit_begin", "commit_end", "outputs_sent"))
 NUMBER_SHIFT = 40                               # request_id = frontend number << 40 | counter
 
 
@@ -40,10 +40,12 @@ class Outbox:
 
     def __init__(self) -> None:
         self._pending: dict[int, _Pending] = {}
-        self._steps: deque[list[int]] = deque(maxlen=MAX_STEPS)     # see ipc.messages.STAMPS
-        self._num_steps = 0                     # ever noted
+        self.ring = StepRing()                  # the last steps, also those on their way
+        self._last = 0                          # step committed last
+        self._is_open = False                   # when its commit ended is not known yet
+        self._sent = 0                          # step whose row is complete: some frontend was sent it
         self.is_recording = True                # False: no stamps leave; `bench overhead` measures what that saves
-        self._told: dict[int, int] = {}         # frontend number -> how many of them it knows
+        self._told: dict[int, int] = {}         # frontend number -> the last step it knows
 
     def _of(self, number: int) -> _Pending:
         pending = self._pending.get(number)
@@ -105,27 +107,37 @@ class Outbox:
 
     def told(self, number: int) -> None:
         """This frontend knows all steps until now."""
-        self._told[number] = self._num_steps
+        self._told[number] = self._last
 
-    def step(self, stamps: list[int]) -> None:
+    def planned(self, step: int, *stamps: int) -> None:
+        """A step is on its way to the worker: its row so far."""
+        if self.is_recording:
+            self.ring.put(step, *stamps)
+
+    def step(self, step: int, *stamps: int) -> None:
         """A step was committed; when its news left is filled in then."""
-        if not self.is_recording:
-            return
-        self._steps.append(stamps)
-        self._num_steps += 1
+        if self.is_recording:
+            self.ring.put(step, *stamps)
+            self._last, self._is_open = step, True
 
     def commit_ended(self, now_ns: int) -> None:
-        if self._steps and self.is_recording:
-            self._steps[-1][COMMIT_END] = self._steps[-1][COMMIT_END] or now_ns
+        if self.is_recording and self._is_open:
+            self.ring.rows[self._last % RING_STEPS, COMMIT_END] = now_ns
+            self._is_open = False
 
     def steps_for(self, number: int, now_ns: int) -> memoryview:
-        """The stamps of the steps that this frontend does not know yet, at most MAX_STEPS."""
-        count = min(self._num_steps - self._told.get(number, 0), len(self._steps))
-        if count <= 0:
+        """The stamps of the steps that this frontend does not know yet, as far as the ring has them."""
+        last, told = self._last, max(self._told.get(number, 0), self._last - RING_STEPS)
+        if told >= last:
             return EMPTY
-        recent = [self._steps[i] for i in range(len(self._steps) - count, len(self._steps))]
-        for stamps in recent:
-            stamps[COMMIT_END] = stamps[COMMIT_END] or now_ns
-            stamps[OUTPUTS_SENT] = stamps[OUTPUTS_SENT] or now_ns
-        return np.array(recent, np.int64).data.cast("B")
-
+        rows = self.ring.rows
+        for step in range(max(self._sent, told) + 1, last + 1):
+            row = rows[step % RING_STEPS]
+            row[COMMIT_END] = row[COMMIT_END] or now_ns
+            row[OUTPUTS_SENT] = now_ns
+        self._sent = last
+        if last - told == 1:
+            return memoryview(rows[last % RING_STEPS].tobytes())
+        recent = rows[np.arange(told + 1, last + 1) % RING_STEPS]
+        known = (recent[:, STEP] > told) & (recent[:, COMMIT_BEGIN] > 0)    # others failed, or were not recorded
+        return memoryview(recent[known].tobytes())

@@ -48,7 +48,7 @@ class EngineClient:
         self._choices: dict[int, Choice] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._became_ready = asyncio.Event()
-        self.timeline = Timeline()
+        self.timeline = Timeline(time.monotonic_ns())
         self.totals = StepTotals(self.timeline)
         self._unwritten: tuple[Outputs, int, int] | None = None     # news whose tasks have not run: received, handled
         self.is_restarting = False              # the core is being replaced; it was ready before

@@ -44,7 +44,8 @@ async def live(llm: AsyncLLM, after: int, pids: list[int]) -> dict[str, Any]:
         record = by_id.get(entry["request_id"])
         entry["name"] = record.request_id if record else f"of another frontend: {entry['request_id']}"
         entry["waits_s"] = round(record.wall_s, 3) if record else None
-    report = dataclasses.asdict(analyse(llm.timeline.window(now_ns - REPORT_NS)))
+    since_ns = llm.timeline.known_since(now_ns - REPORT_NS)
+    report = dataclasses.asdict(analyse(llm.timeline.window(since_ns), window_ns=(since_ns, now_ns)))
     return {
         "status": status,
         "model": llm.served_model_name,

@@ -236,12 +236,14 @@ class Metrics:
                               totals.token_counts, totals.num_tokens)
         yield self._counter("prefill_tokens_computed", "Of the computed tokens, those of prompts.",
                             totals.num_prefill_tokens)
-        report = analyse(llm.timeline.window(time.monotonic_ns() - 60_000_000_000))
+        now_ns = time.monotonic_ns()
+        since_ns = llm.timeline.known_since(now_ns - 60_000_000_000)
+        report = analyse(llm.timeline.window(since_ns), window_ns=(since_ns, now_ns))
         yield self._gauge("step_schedule_seconds", "Scheduler time per step, median of the last minute.",
                           report.scheduler_us.get("p50", 0.0) / 1e6)
         yield self._gauge("step_execute_seconds", "Device time per step, median of the last minute.",
                           report.device_ms.get("p50", 0.0) / 1e3)
-        yield self._gauge("device_busy_ratio", "Share of the last minute's steps in which the device computed.",
+        yield self._gauge("device_busy_ratio", "Share of the last minute in which the device computed.",
                           report.device_busy)
         yield self._labelled(GaugeMetricFamily, "device_idle_ratio", "Share in which it waited, by cause.", "cause",
                              report.idle)

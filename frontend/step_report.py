@@ -40,13 +40,24 @@ class Report:
     verdict: str
 
 
-def analyse(rows: np.ndarray, host_cpu: dict[str, float] | None = None) -> Report:
-    """Summarise a window of steps. `host_cpu`: share of a core that each process used, if it was measured."""
+def analyse(rows: np.ndarray, host_cpu: dict[str, float] | None = None,
+            window_ns: tuple[int, int] | None = None) -> Report:
+    """Summarise a window of steps: those that were committed in `window_ns` (begin, end), whose time before and after
+    them counts as idle; None: from the first step to the last. `host_cpu`: share of a core that each process used, if
+    it was measured."""
     if len(rows) < 2:
         text = "no steps in this window: the engine was idle"
         return Report(len(rows), 0.0, {}, {}, {}, {}, 0.0, {}, 0.0, 0.0, 0, 0.0, 0.0, text)
     column = columns(rows)
-    wall = max(float(column["worker_done"][-1] - column["worker_received"][0]), 1.0)
+    first, last = int(column["worker_received"][0]), int(column["worker_done"][-1])
+    before = after = 0
+    if window_ns is not None:
+        before = max(0, int(column["plan_begin"][0]) - window_ns[0])
+        is_over = not column["num_running"][-1] + column["num_waiting"][-1]     # else a step is under way
+        after = max(0, window_ns[1] - last) if is_over else 0
+    wall = max(float(last - first + before + after), 1.0)
+    idle = idle_causes(column)
+    idle["no requests"] += before + after
     took = {name: stage_ns(column, name) for name, *_ in STAGES}
     scheduler, device = scheduler_ns(column), device_ns(column)
     num_tokens = column["num_tokens"]
@@ -58,7 +69,7 @@ def analyse(rows: np.ndarray, host_cpu: dict[str, float] | None = None) -> Repor
         scheduler_us={"p50": _p(scheduler, 50), "p99": _p(scheduler, 99)},
         device_ms={"p50": _p(device, 50) / 1000, "p99": _p(device, 99) / 1000},
         device_busy=min(float(device.sum()) / wall, 1.0),
-        idle={cause: ns / wall for cause, ns in idle_causes(column).items()},
+        idle={cause: ns / wall for cause, ns in idle.items()},
         tokens_per_step=float(num_tokens.mean()),
         prefill_share=float(column["num_prefill_tokens"].sum() / max(1, num_tokens.sum())),
         max_tokens_per_step=int(num_tokens.max()),

@@ -3,7 +3,8 @@
 The core sends the stamps of every step it commits (ipc.messages.STAMPS); this frontend adds when it received their
 news, had made text of it, and had written it. All are monotonic nanoseconds of one host. Always on: a few clock reads
 and one row copy a step. Streamed text is written where it is made, so that `detokenize` holds it and `write` what tasks
-do afterwards. What the rows say is step_report.py's and trace.py's to tell. Knows no HTTP.
+do afterwards. Steps from before this frontend came are told too, as far as the core has them; its own part of them is
+0. What the rows say is step_report.py's and trace.py's to tell. Knows no HTTP.
 
     plan ─ encode ─ wire ─ prepare ─ forward ─ sample ─ wire ─ commit ─ wire ─ detokenize ─ write
     core                   worker                              core           frontend
@@ -17,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ipc.messages import STAMPS
+from ipc.step_ring import RING_STEPS
 
-RING_STEPS = 4096
 COLUMNS = (*STAMPS, "received", "handled", "written", "num_running", "num_waiting", "num_free_blocks")
 COLUMN = {name: i for i, name in enumerate(COLUMNS)}
 
@@ -37,10 +38,16 @@ STAGES = (  # stage, process, from, to
 )
 
 
+_COMMIT_END = STAMPS.index("commit_end")
+_NO_NEWS = (0,) * (len(COLUMNS) - len(STAMPS))
+
+
 class Timeline:
     """A ring of the last RING_STEPS steps, and how many there were. Written by one thread, read by any."""
 
-    def __init__(self) -> None:
+    def __init__(self, since_ns: int = 0) -> None:
+        """since_ns: when this frontend came; it had no news of steps committed before."""
+        self._since_ns = since_ns
         self._ring = np.zeros((RING_STEPS, len(COLUMNS)), np.int64)
         self._lock = threading.Lock()
         self.num_steps = 0  # ever
@@ -65,7 +72,7 @@ class Timeline:
             for row in rows:
                 target = self._ring[self.num_steps % RING_STEPS]
                 target[: len(STAMPS)] = row
-                target[len(STAMPS) :] = tail
+                target[len(STAMPS) :] = tail if row[_COMMIT_END] >= self._since_ns else _NO_NEWS
                 self.num_steps += 1
 
     def window(self, since_ns: int = 0) -> np.ndarray:
@@ -73,6 +80,12 @@ class Timeline:
         rows = self.after(0)[0]
         found: np.ndarray = rows[rows[:, COLUMN["commit_begin"]] >= since_ns]
         return found
+
+    def known_since(self, since_ns: int) -> int:
+        """`since_ns`, or when the ring begins if older steps have left it."""
+        with self._lock:
+            oldest = self._ring[self.num_steps % RING_STEPS, COLUMN["commit_begin"]]   # 0: none has
+        return max(since_ns, int(oldest))
 
     def after(self, count: int) -> tuple[np.ndarray, int]:
         """(rows of the steps behind the first `count`, as far as the ring still has them; how many there are now)."""

@@ -60,7 +60,10 @@ def _step(value: dict[str, int], num_blocks: int) -> list[Event]:
                         "tid": 0, "ts": value[at] / 1000}
         if phase == "f":
             arrow["bp"] = "e"
-        events.append(arrow)
+        if value[at]:
+            events.append(arrow)
+    if not value["received"]:                   # a step of which no frontend of ours was told what else there was
+        return events
     committed = value["commit_begin"] / 1000
     counters: list[tuple[str, str, float, dict[str, int]]] = [
         ("engine_core", "requests", committed, {"running": value["num_running"], "waiting": value["num_waiting"]}),

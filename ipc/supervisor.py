@@ -34,6 +34,7 @@ from ipc.messages import (ConfigCore, ConfigFrontend, ConfigWorker, EngineUp, Fa
                           Shutdown, Start)
 from ipc.progress import EngineProgress, ProgressReader, Starvation
 from ipc.run_dir import RunDir
+from ipc.step_ring import save_steps
 from ipc.system import SignalPipe, bind_listeners, open_pidfd, usable_cores
 
 Report = Callable[[str, Any], None]              # (name of the process, Phase | Ready | Failure | EngineUp)
@@ -89,7 +90,8 @@ class Supervisor:
                     self._find_hung()
                     self._judge()
                 if self.failure is not None:
-                    self.report("supervisor", self.failure)
+                    reason = self.failure.reason + (self._save_steps(self.failure.reason) if self.is_up else "")
+                    self.report("supervisor", Failure(reason, self.failure.traceback))
             finally:
                 self._end_all()
         if self.failure is None:
@@ -207,8 +209,9 @@ class Supervisor:
         """Replace a child that has ended or hangs. The others are told of both, and go on."""
         failure = child.failure or Failure(f"{child.name} ended")
         self.restarts.append(time.monotonic())
+        saved = self._save_steps(failure.reason) if child.role != "frontend" else ""
         self.report(child.name, Failure(f"{failure.reason}; restarting it ({len(self.restarts)} of at most "
-                                        f"{MAX_RESTARTS} in {RESTART_WINDOW_S} s)", failure.traceback))
+                                        f"{MAX_RESTARTS} in {RESTART_WINDOW_S} s){saved}", failure.traceback))
         number = self._number(child)
         if not child.has_ended():
             child.signal(signal.SIGKILL)
@@ -220,6 +223,12 @@ class Supervisor:
         self._tell(child, PeerDown(child.role, number, failure.reason))
         self._spawn(child)
         self._tell(child, PeerUp(child.role, self._number(child), self._peer(child)))
+
+    def _save_steps(self, reason: str) -> str:
+        """Keep what the engine did last; words about where it is."""
+        config = self.config
+        path = save_steps(self.run_dir.path, config.flight_recorder_dir, reason) if config.flight_recorder else ""
+        return f"; its last steps: launch.py profile --steps {path}" if path else ""
 
     def _tell(self, about: Child, message: PeerDown | PeerUp) -> None:
         for child in self.children:

@@ -24,6 +24,7 @@ from ipc.messages import (HELLO, ConfigWorker, Profile, SchedulerOutput, Shutdow
 from ipc.process import configure_logging
 from ipc.progress import Progress
 from ipc.sockets import Link
+from ipc.step_ring import StepRing
 from worker.kept_rows import with_kept_rows
 from worker.process_memory import release_memory
 from worker.profiler import OperatorProfiler, named_range, no_range
@@ -88,6 +89,7 @@ class WorkerLoop:
         self.poller.register(self.profiler.fd, zmq.POLLIN)
         self.is_stopping = False
         self.step_s = 0.0                       # longest step so far, what a step is predicted to take at most
+        self.ring = StepRing(config.run_dir, f"worker-{config.rank}")
         self.in_flight: Step | None = None      # launched, its result not sent
         self.is_tidy = False                    # what only the start needed is given back
 
@@ -114,6 +116,7 @@ class WorkerLoop:
         from worker.startup import build_runner
         starting.end()
         runner, ready = build_runner(self.config, starting, self.greet)
+        runner.ring = self.ring
         self.greet()
         if self.link.epoch:
             self.link.send(ready)
@@ -194,6 +197,7 @@ class WorkerLoop:
         cache = msgspec.structs.replace(self.config.cache, num_gpu_blocks_override=num_blocks)
         config = msgspec.structs.replace(self.config, cache=cache)
         runner, ready = build_runner(config, Starting(self.life, self.link), progress.waiting, kept.pop())
+        runner.ring = self.ring
         release_memory()
         self.link.send(ready)
         return runner, ready

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ipc.messages import EMPTY, ModelRunnerOutput, SchedulerOutput
 from ipc.model_source import ModelFiles
+from ipc.step_ring import StepRing
 from worker.attention.base import AttentionBackend, BatchMeta
 from worker.batch import NO_PAIRS, Batch, BatchBuilder, result_column
 from worker.decode_graphs import DecodeGraphs
@@ -60,6 +61,11 @@ class Step:
     accepted: np.ndarray                        # pairs (row, token): verified drafts
     proposals: np.ndarray                       # pairs (row, token): drafts for the next step
 
+    def note(self, ring: StepRing, launched_ns: int = 0, done_ns: int = 0, device_ns: int = 0) -> None:
+        """How far it has come, for the ring of last steps."""
+        ring.put(self.number, 0, 0, 0, self.received_ns, self.prepared_ns, launched_ns, done_ns, device_ns, 0, 0, 0,
+                 self.number, self.num_rows, 0, 0)
+
     def is_ready(self) -> bool:
         """`finish` will not wait."""
         return self.pending is None or self.pending.is_ready()
@@ -94,6 +100,7 @@ class ModelRunner:
         self.grammars = Grammars(functools.partial(load_vocabulary, files, model.config.vocab_size, eos_token_ids))
         self.drafter = drafter
         self.needs_reset = False                # a step failed; wait for the plan that says so
+        self.ring = StepRing()                  # of the last steps; the worker's loop gives one that outlives it
         self.range: Callable[[str], AbstractContextManager[Any]] = no_range     # around parts of a step, in a recording
 
     def use(self, model: Any, backend: AttentionBackend) -> None:
@@ -110,6 +117,7 @@ class ModelRunner:
                before_wait: Callable[[], None] = lambda: None) -> Step:
         """Queue one plan. At most one earlier step may be unfinished; `before_wait` finishes it, and is called when
         this plan needs its tokens, or before the host waits for this plan's own."""
+        self.ring.put(plan.step, 0, 0, 0, received_ns, 0, 0, 0, 0, 0, 0, 0, plan.step, plan.num_rows, 0, 0)
         if plan.swap_out or plan.swap_in or plan.copies:
             self.move_blocks(swap_out=_pairs(plan.swap_out), swap_in=_pairs(plan.swap_in), copies=_pairs(plan.copies))
         if plan.spec_token_ids:                 # they follow tokens that the step before must have
@@ -119,12 +127,14 @@ class ModelRunner:
         now = time.monotonic_ns()
         step = Step(plan.step, self.state.n, batch, None, None, StepResult(), NO_ROWS, received_ns, now, now, now,
                     np.full(self.state.n, -1, np.int32), NO_PAIRS, NO_DRAFTS)
+        step.note(self.ring)
         if batch is None:
             return step
         if self._is_sampled_on_device(batch):
             begin = self._event()
             hidden = self._run(batch)
             step.launched_ns = time.monotonic_ns()
+            step.note(self.ring, step.launched_ns)
             with self.range("sample"):
                 tokens = self._sample(batch, hidden)
             step.pending = self.results.read(tokens, begin)
@@ -141,6 +151,7 @@ class ModelRunner:
             grammars = self.grammars.begin(state, batch.sample_rows)
         hidden = self._run(batch)
         step.launched_ns = time.monotonic_ns()
+        step.note(self.ring, step.launched_ns)
         before_wait()
         if state.num_with_options and is_waiting:
             grammars = self.grammars.begin(state, batch.sample_rows)
@@ -169,6 +180,7 @@ class ModelRunner:
                 rows = step.unread.rows[is_bad]
                 self.state.is_reusable[rows[rows >= 0]] = False
             step.column = result_column(step.batch, tokens, step.num_rows)
+        step.note(self.ring, step.launched_ns, step.done_ns, device_ns)
         return ModelRunnerOutput(step.number, np.ascontiguousarray(step.column, np.int32).data.cast("B"),
                                  _packed(result.bad_rows), step.received_ns, step.prepared_ns, step.launched_ns,
                                  step.done_ns, device_ns, result.logprobs, result.prompt_logprobs, result.pooled,

@@ -1,7 +1,7 @@
 """`python launch.py profile`: where the time goes, scheduler against device, per process.
 
-Attaches to a running server (--url) and watches it for some seconds, or starts an engine and runs a small load on it.
-Needs no preparation of the server: the records are always on.
+Attaches to a running server (--url) and watches it for some seconds, or starts an engine and runs a small load on it,
+or shows what was saved when a process failed (--steps). Needs no preparation of the server: the records are always on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from frontend.cli import steps_view
 from frontend.cli.common import (StartError, UsageError, engine_config, make_command_parser, parse_command, run_command,
                                  server_api_key)
 from frontend.cli.profile_view import shares, show
@@ -33,8 +34,9 @@ TIMEOUT_S = 120.0
 
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    is_attached = any(word == "--url" or word.startswith("--url=") for word in argv)
-    return run_command("profile", lambda: attach(argv) if is_attached else own_load(argv))
+    given = {word.partition("=")[0] for word in argv}
+    return run_command("profile", lambda: attach(argv) if "--url" in given else
+                       saved_steps(argv) if "--steps" in given else own_load(argv))
 
 
 def console() -> Console:
@@ -113,6 +115,17 @@ def write_trace(path: str, trace: dict[str, Any]) -> None:
     print(f"{path}: {len(trace['traceEvents'])} events; open it in ui.perfetto.dev", file=sys.stderr)
 
 
+def saved_steps(argv: list[str]) -> int:
+    """What the engine did before a process failed."""
+    args = steps_view.make_parser().parse_args(argv)
+    check_trace(args.trace, False)
+    reason, rows = steps_view.read(args.steps)
+    steps_view.show_steps(reason, rows, console())
+    if args.trace:
+        write_trace(args.trace, chrome_trace(rows))
+    return 0
+
+
 # ---------------------------------------------------------------- a load of our own
 
 
@@ -167,7 +180,8 @@ async def run_load(llm: Any, load: Load) -> Measured:
 def own_load(argv: list[str]) -> int:
     """Start an engine, run --requests of them --concurrency at a time, and say where the time went."""
     parser, group = make_command_parser("profile", "Where the time goes, scheduler against device, per process. With "
-                                        "--url: of a running server (--seconds, --api-key); else of a load of its own.")
+                                        "--url: of a running server (--seconds, --api-key); with --steps FILE: before "
+                                        "a process failed; else of a load of its own.")
     for field in dataclasses.fields(Load):
         group.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     group.add_argument("--trace", metavar="FILE", help="also write the run as a trace for ui.perfetto.dev")

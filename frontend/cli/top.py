@@ -123,7 +123,7 @@ def _processes(now: dict[str, Any]) -> Table:
 
 
 def _device(report: dict[str, Any]) -> Table:
-    made = table("the device", "", f"of {report['seconds']:.2g} s from first to last step")
+    made = table("the device", "", f"of the last {report['seconds']:.2g} s")
     made.columns[1].justify = "left"
     busy = report["device_busy"]
     made.add_row("computes", Text.assemble(*meter(busy, 24, "magenta")), f"{busy:.0%}")

@@ -35,7 +35,9 @@ def debug_rows(llm: AsyncLLM, metrics: Metrics, peers: Peers | None = None) -> l
         query = exchange.query()
         seconds = _number(query.get("seconds", "10"))
         kind = query.get("format", "report")
-        rows = llm.timeline.window(time.monotonic_ns() - int(seconds * 1e9))
+        now_ns = time.monotonic_ns()
+        window = llm.timeline.known_since(now_ns - int(seconds * 1e9)), now_ns
+        rows = llm.timeline.window(window[0])
         if kind == "trace":
             make = functools.partial(
                 chrome_trace, rows, [*llm.request_log.ended, *llm.requests()], llm.operator_trace, llm.num_blocks
@@ -43,7 +45,8 @@ def debug_rows(llm: AsyncLLM, metrics: Metrics, peers: Peers | None = None) -> l
             await exchange.reply(200, await asyncio.to_thread(lambda: _encode(make())))
         elif kind == "report":
             processes = [use._asdict() for use in process_use(siblings())]
-            await exchange.reply(200, _encode({**dataclasses.asdict(analyse(rows)), "processes": processes}))
+            report = dataclasses.asdict(analyse(rows, window_ns=window))
+            await exchange.reply(200, _encode({**report, "processes": processes}))
         else:
             raise RequestError(f"format is {kind[:40]!r}; allowed are report and trace", "format")
 

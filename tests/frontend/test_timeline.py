@@ -81,6 +81,32 @@ def test_a_window_begins_where_it_is_asked_to() -> None:
     assert timeline.window(since)[0][STAMPS.index("step")] == 12
 
 
+def test_shares_are_of_the_window_also_where_it_has_few_steps() -> None:
+    """They were of the time from the first step to the last: a server that had done nothing for long read busy."""
+    rows = steps(50, forward=1000)
+    first, last = int(rows[0, COLUMN["plan_begin"]]), int(rows[-1, COLUMN["worker_done"]])
+    alone, span = analyse(rows), last - first
+    half = analyse(rows, window_ns=(first - span // 2, last + span // 2))
+    assert half.busy["worker"] == pytest.approx(alone.busy["worker"] / 2, rel=0.01)
+    assert half.device_busy == pytest.approx(alone.device_busy / 2, rel=0.01)
+    assert half.idle["no requests"] == pytest.approx(0.5, abs=0.01) and half.verdict.startswith("Requests bound it")
+    rows[-1, COLUMN["num_running"]] = 1                     # a step is under way
+    assert analyse(rows, window_ns=(first, last + span)).busy == alone.busy
+
+
+def test_a_frontend_had_no_news_of_steps_before_it_came() -> None:
+    rows = steps(4)
+    since_ns = int(rows[2, COLUMN["commit_end"]])
+    timeline = Timeline(since_ns)
+    assert timeline.known_since(5) == 5
+    timeline.add(rows[:, :len(STAMPS)].tobytes(), 1, 2, 3, 4, 5, 6)
+    assert timeline.window()[:, -6:].tolist() == [[0] * 6, [0] * 6, [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]
+    assert not [e for e in chrome_trace(timeline.window()[:2])["traceEvents"] if e["ph"] in "Cf"]
+    for row in steps(RING_STEPS + 9):
+        timeline.add(row[:len(STAMPS)].tobytes(), 1, 2, 3, 0, 0, 0)
+    assert timeline.known_since(5) == steps(RING_STEPS + 9)[9, COLUMN["commit_begin"]]
+
+
 def test_no_steps_is_said_and_not_divided_by() -> None:
     assert "idle" in analyse(np.zeros((0, len(COLUMNS)), np.int64)).verdict
 

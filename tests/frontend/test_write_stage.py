@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 
@@ -17,7 +18,7 @@ def test_messages_that_come_together_share_one_write_after_the_last() -> None:
         client = EngineClient(Peer("inproc://nobody-listens-here", 1), 1)
         try:
             for step in (1, 2, 3):
-                stamps = np.full(len(STAMPS), 1, np.int64)
+                stamps = np.full(len(STAMPS), time.monotonic_ns(), np.int64)
                 stamps[STAMPS.index("step")] = step
                 client._handle(Outputs(step, stamps=stamps.data.cast("B")))
             await asyncio.sleep(0)

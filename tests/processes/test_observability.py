@@ -139,7 +139,7 @@ def test_top_prints_once_where_there_is_no_terminal(engine: Any) -> None:
     assert done.returncode == 0, done.stderr
     assert "tiny" in done.stdout.splitlines()[0] and "steps/s" in done.stdout
     for word in ("frontend", "engine_core", "worker", "KV pool", "of 512 blocks", "slowest request", "nobody waits",
-                 "s from first to last step"):
+                 "of the last "):
         assert word in done.stdout
 
 
@@ -148,6 +148,7 @@ def test_top_prints_once_where_there_is_no_terminal(engine: Any) -> None:
     (("profile", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
     (("profile", "--url", "http://127.0.0.1:9", "--torch-profiler"), "--trace FILE"),
     (("profile", "--trace", "/nowhere/x.json"), "no such folder"),
+    (("profile", "--steps", "/nowhere/x.msgpack"), "No such file"),
     (("profile", "--concurrency", "0"), "--concurrency is 0"),
 ])
 def test_a_command_that_cannot_work_says_why_in_one_line(words: tuple[str, ...], says: str) -> None:
