@@ -41,7 +41,8 @@ def survivors(temp: str) -> dict[int, str]:
 
 
 def run_dirs(temp: str) -> list[str]:
-    return sorted(os.path.join(temp, name) for name in os.listdir(temp) if name.startswith("threefold-"))
+    """Recordings of failures are files beside them, and stay."""
+    return sorted(entry.path for entry in os.scandir(temp) if entry.name.startswith("threefold-") and entry.is_dir())
 
 
 def wait_until(is_true: Callable[[], Any], seconds: float = HARD_TIMEOUT_S, what: str = "") -> None:

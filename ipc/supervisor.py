@@ -90,8 +90,10 @@ class Supervisor:
                     self._find_hung()
                     self._judge()
                 if self.failure is not None:
-                    reason = self.failure.reason + (self._save_steps(self.failure.reason) if self.is_up else "")
-                    self.report("supervisor", Failure(reason, self.failure.traceback))
+                    reason, notes = self.failure.reason, self.failure.traceback
+                    if self.is_up and (saved := self._save_steps(reason)):
+                        notes += f"{saved}\n"
+                    self.report("supervisor", Failure(reason, notes))
             finally:
                 self._end_all()
         if self.failure is None:
@@ -211,7 +213,8 @@ class Supervisor:
         self.restarts.append(time.monotonic())
         saved = self._save_steps(failure.reason) if child.role != "frontend" else ""
         self.report(child.name, Failure(f"{failure.reason}; restarting it ({len(self.restarts)} of at most "
-                                        f"{MAX_RESTARTS} in {RESTART_WINDOW_S} s){saved}", failure.traceback))
+                                        f"{MAX_RESTARTS} in {RESTART_WINDOW_S} s){saved and '; ' + saved}",
+                                        failure.traceback))
         number = self._number(child)
         if not child.has_ended():
             child.signal(signal.SIGKILL)
@@ -228,7 +231,7 @@ class Supervisor:
         """Keep what the engine did last; words about where it is."""
         config = self.config
         path = save_steps(self.run_dir.path, config.flight_recorder_dir, reason) if config.flight_recorder else ""
-        return f"; its last steps: launch.py profile --steps {path}" if path else ""
+        return f"the last steps: launch.py profile --steps {path}" if path else ""
 
     def _tell(self, about: Child, message: PeerDown | PeerUp) -> None:
         for child in self.children:
