@@ -46,14 +46,15 @@ from worker.kernels.quant_linear import quant_linear
 from worker.kernels.rows import TRITON_ROW_OPS
 from worker.kernels.silu_mul import silu_mul
 from worker.quant.weights import FP8 as FP8_WEIGHTS
-from worker.quant.weights import FP8_PER_BLOCK, INT4, KINDS, quantize
+from worker.quant.weights import FP8_PER_BLOCK, INT4, KINDS, QuantWeight, quantize
 from worker.quant.weights import INT8 as INT8_WEIGHTS
 from worker.request_state import RequestState
 from worker.kv_quant import FP8_CAPABILITY
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OPCODES = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "IMMA", "LDGSTS", "UTMALDG", "STL", "LDL")
-_MATRIX_KERNELS = ("paged_attention_kernel", "grouped_matmul_kernel", "quant_linear_kernel")
+_MATRIX_KERNELS = ("paged_attention_kernel", "grouped_matmul_kernel", "quant_linear_kernel",
+                   "narrow_grouped_matmul_kernel")
 _MATRIX = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "IMMA")
 PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}
 
@@ -202,6 +203,22 @@ def experts_case(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     return launch
 
 
+def narrow_experts_case(num_tokens: int, kind: str, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """The same with narrow weights."""
+
+    def narrow(num_out: int, num_k: int) -> QuantWeight:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            made = quantize(torch.empty((num_out, num_k), dtype=torch.float16), kind)
+        codes, scales = (torch.empty((128, *t.shape), dtype=t.dtype) for t in (made.codes, made.scales))
+        return made._replace(codes=codes, scales=scales)
+
+    def launch(capability: int) -> None:
+        x, ids = torch.zeros((num_tokens, 2048), dtype=dtype), torch.zeros((num_tokens, 8), dtype=torch.long)
+        experts(x, ids, ids.float(), narrow(1536, 2048), narrow(2048, 768))
+
+    return launch
+
+
 def linear_case(num_rows: int, kind: str, dtype: torch.dtype = torch.bfloat16) -> Case:
     """The widest projection of Qwen3-8B with narrow weights, and a narrow one whose inputs are split."""
 
@@ -241,6 +258,8 @@ QUICK: dict[str, tuple[Case, bool]] = {
     "rows": (row_case(BF16), False),
     "experts 64": (experts_case(64), True),
     "experts 4096": (experts_case(4096), True),
+    "experts int4 64": (narrow_experts_case(64, INT4), True),
+    "experts fp8_per_block 4096": (narrow_experts_case(4096, FP8_PER_BLOCK), True),
     "batch": (batch_case(), False),
     "linear int8 8": (linear_case(8, INT8_WEIGHTS), True),
     "linear int4 8": (linear_case(8, INT4), True),
@@ -290,6 +309,7 @@ REST: dict[str, tuple[Case, bool]] = {
     "experts 1024": (experts_case(1024), True),
     **{f"linear {kind} {rows}": (linear_case(rows, kind), True) for kind in KINDS for rows in (8, 64, 512)},
     "linear int4 8 f16": (linear_case(8, INT4, torch.float16), True),
+    **{f"experts {kind} {rows}": (narrow_experts_case(rows, kind), True) for kind in KINDS for rows in (64, 512, 4096)},
     "experts 64 f16": (experts_case(64, torch.float16), True),
     "experts 64 f32": (experts_case(64, torch.float32), True),
 }

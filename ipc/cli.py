@@ -75,8 +75,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--load-format", "", str, "auto; dummy: random weights at the model's true shape", LOAD_FORMATS),
         Option("--dtype", "model.dtype", str, "of weights and computation", DTYPES),
         Option("--max-model-len", "model.max_model_len", parse_count, "longest prompt plus output, for example 32k"),
-        Option("--quantization", "model.quantization", str, "of weights; auto: what a GGUF file holds, else none; fp8, "
-               "fp8_per_block: GPUs only",
+        Option("--quantization", "model.quantization", str, "of weights; auto: what a GGUF file or, on GPUs from "
+               "compute capability 8.9 on, an fp8 checkpoint holds, else none; fp8, fp8_per_block: GPUs only",
                QUANTIZATIONS),
         Option("--batch-invariant", "model.batch_invariant", bool, "only kernels whose rows are independent"),
         Option("--logits-processor", "model.logits_processors", str, "NAME=MODULE:FUNCTION, called for requests that "

@@ -94,7 +94,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     dtype: str = "auto"                         # compute and weight dtype
     max_model_len: int | None = None            # None: the model's own limit
     seed: int = 0                               # of dummy weights
-    quantization: str = "auto"                  # of weights; auto: what a GGUF file holds, else none
+    quantization: str = "auto"                  # of weights; auto: what the file holds if products take it, else none
     logits_processors: tuple[str, ...] = ()     # name=module:function, registered in the worker
     batch_invariant: bool = False               # refuse to start where a row's result depends on the rows beside it
     prompt_lookup_max: int = 4                  # newest tokens looked up for drafts (scheduler.num_speculative_tokens)

@@ -12,9 +12,10 @@ import msgspec
 
 from ipc.errors import ConfigError
 from ipc.gguf import GGUFFile
+from ipc.weight_format import read_fp8_block
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-GGUF_ARCHITECTURES = dict(zip(("llama", "qwen2", "qwen3"), SUPPORTED_ARCHITECTURES))
+GGUF_ARCHITECTURES = dict(zip(("llama", "qwen2", "qwen3", "qwen3moe"), SUPPORTED_ARCHITECTURES))
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1024
@@ -44,6 +45,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eos_token_ids: list[int] = []
     bos_token_id: int | None = None
     dtype: str = "float32"                       # the checkpoint's own; what "auto" starts from
+    fp8_block: list[int] | None = None           # stored as e4m3: outputs x inputs of a scale, []: see weight_format.py
     num_experts: int = 0                         # of a mixture of experts; 0: every MLP is dense
     num_experts_per_tok: int = 0                 # experts that compute each token
     moe_intermediate_size: int = 0               # width inside one expert
@@ -152,8 +154,7 @@ def from_hf_config(raw: dict[str, Any], where: str, generation: dict[str, Any] |
         raise ConfigError(f"{where}: architectures {names!r} is not supported; "
                           f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
     architecture = names[0]
-    fields.refuse_unless("quantization_config", (None,), "quantised Hugging Face checkpoints are not supported; use "
-                         "the unquantised model or a GGUF file")
+    fp8_block = read_fp8_block(raw, where)
     fields.refuse_unless("hidden_act", (None, "silu", "swish"), "only silu is supported")
     fields.refuse_unless("mlp_bias", (None, False), "biases in the MLP are not supported")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -175,6 +176,7 @@ def from_hf_config(raw: dict[str, Any], where: str, generation: dict[str, Any] |
         attention_bias=architecture == "Qwen2ForCausalLM" or fields.flag("attention_bias", False), qk_norm=is_qwen3,
         sliding_window=_hf_window(fields, architecture), eos_token_ids=eos,
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None), dtype=str(dtype).removeprefix("torch."),
+        fp8_block=fp8_block,
         **(_hf_experts(fields) if architecture == "Qwen3MoeForCausalLM" else {}))
 
 
@@ -201,7 +203,9 @@ def from_gguf(file: GGUFFile) -> ModelConfig:
                           f"supported: {', '.join(GGUF_ARCHITECTURES)}")
     fields = _Fields(file.metadata, file.path, f"{architecture}.")
     tokenizer = _Fields(file.metadata, file.path, "tokenizer.ggml.")
-    fields.refuse_unless("expert_count", (None, 0), "mixtures of experts are not supported")
+    is_mixture = architecture == "qwen3moe"
+    if not is_mixture:
+        fields.refuse_unless("expert_count", (None, 0), "mixtures of experts are not supported in this family")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{file.path}: tensor token_embd.weight: expected a matrix, "
@@ -224,10 +228,17 @@ def from_gguf(file: GGUFFile) -> ModelConfig:
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope_theta=fields.number("rope.freq_base", 10_000.0), rope_scaling=_gguf_rope(file, fields, head_dim),
         max_position_embeddings=max_positions, tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors, qk_norm=architecture == "qwen3",
+        attention_bias="blk.0.attn_q.bias" in file.tensors, qk_norm=architecture in ("qwen3", "qwen3moe"),
+        **(_gguf_experts(fields) if is_mixture else {}),
         sliding_window=fields.integer("attention.sliding_window", 0), eos_token_ids=list(dict.fromkeys(eos)),
         bos_token_id=next(iter(tokenizer.token_ids("bos_token_id")), None),
         dtype={"F32": "float32", "F16": "float16"}.get(embedding.ggml_type, "bfloat16"))
+
+
+def _gguf_experts(fields: _Fields) -> dict[str, Any]:
+    """Every layer of these files is a mixture, and the chosen experts' weights sum to one."""
+    return dict(num_experts=fields.integer("expert_count"), num_experts_per_tok=fields.integer("expert_used_count"),
+                moe_intermediate_size=fields.integer("expert_feed_forward_length"), norm_topk_prob=True)
 
 
 def _build(where: str, **values: Any) -> ModelConfig:

@@ -26,7 +26,7 @@ from worker.kv_quant import FP8_CAPABILITY, resolve_kv_dtype
 from worker.model_runner import ModelRunner
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
-from worker.models.quant_linear import quantize_linears
+from worker.models.quant_linear import Codes, quantize_linears
 from worker.process_memory import forget_code
 from worker.request_state import RequestState
 from worker.sampling import jit_threads, processors
@@ -103,13 +103,24 @@ def quantize_weights(config: WorkerProcess, model: FlatModel, backend: Attention
         raise ConfigError(f"--quantization {kind} needs compute capability {FP8_CAPABILITY / 10}; this GPU has "
                           f"{capability / 10}; use int8")
     starting.begin("quantize weights")
-    num_linears = quantize_linears(model, kind, backend.ops, lambda fraction: starting.advance(0.999 * fraction))
+    num_matrices = quantize_linears(model, kind, backend.ops, lambda fraction: starting.advance(0.999 * fraction))
     if device != "cpu":
         torch.cuda.empty_cache()
     num_bytes = count_bytes(model)
-    text = f"{num_bytes / 2**20:.0f} MiB, {num_linears} linears as {kind}"
+    text = f"{num_bytes / 2**20:.0f} MiB, {num_matrices} matrices as {kind}"
     starting.end(text)
     return num_bytes, text
+
+
+def keeps_fp8(config: WorkerProcess, device: str) -> bool:
+    """Whether the matrices of an fp8 checkpoint stay as they are stored."""
+    capability = compute_capability(device)
+    if config.model.files.config.fp8_block is None or config.model.quantization != "auto":
+        return False
+    is_able = capability is not None and capability >= FP8_CAPABILITY
+    logger.info("the checkpoint's fp8 weights %s", "stay as they are" if is_able else
+                f"are widened: only GPUs from compute capability {FP8_CAPABILITY / 10} on compute with them")
+    return is_able
 
 
 def make_drafter(config: WorkerProcess) -> NgramDrafter | None:
@@ -197,6 +208,11 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
         forget_code()                           # before the weights, which then lie in its room
         starting.end()
 
+    narrow_ops = None
+    if choice is None:
+        backend_name, reason = resolve_backend(config.attention_backend, device)
+        backend = get_backend(backend_name, device)
+        narrow_ops = backend.ops if keeps_fp8(config, device) else None
     starting.begin("load weights")
     between()
     model: Any                                  # FlatModel, or JitModel, which has its interface
@@ -208,9 +224,9 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
             stored = f"{num_bytes / 2**20:.0f} MiB, kept"
         elif choice is None or upgrade is not None:
             model = load_model(config.model.files, dtype=dtype_name, device=device, seed=config.model.seed,
-                               progress=lambda fraction: starting.advance(min(fraction, 0.999)))
-            num_bytes = count_bytes(model)
-            stored = f"{num_bytes / 2**20:.0f} MiB, {dtype_name}"
+                               progress=lambda fraction: starting.advance(min(fraction, 0.999)), narrow_ops=narrow_ops)
+            num_bytes, is_narrow = count_bytes(model), any(isinstance(part, Codes) for part in model.modules())
+            stored = f"{num_bytes / 2**20:.0f} MiB, {dtype_name}{' and fp8 as stored' if is_narrow else ''}"
         else:
             model, backend, stored = build.build(config, choice, lambda f: starting.advance(min(f, 0.999)))
             num_bytes = model.nbytes
@@ -224,11 +240,8 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
     if choice is not None and upgrade is not None:
         backend, dtype = LayoutBackend(), choice.kv_dtype
         backend_name, reason = backend.name, "until the kernels are compiled"
-    elif choice is None:
-        backend_name, reason = resolve_backend(config.attention_backend, device)
-        backend = get_backend(backend_name, device)
-        if kept is None and config.model.quantization not in ("auto", "none"):
-            num_bytes, stored = quantize_weights(config, model, backend, device, starting)
+    elif choice is None and kept is None and config.model.quantization not in ("auto", "none"):
+        num_bytes, stored = quantize_weights(config, model, backend, device, starting)
     starting.begin("size the KV pool")
     if choice is None:
         dtype, why = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, compute_capability(device))

@@ -88,6 +88,15 @@ def test_a_window_counts_only_where_it_is_switched_on() -> None:
 
 
 MOE = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
+BLOCKED: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+
+
+def compressed(*weights: dict[str, Any]) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors, a group for each."""
+    return {"quant_method": "compressed-tensors", "format": "float-quantized",
+            "config_groups": {f"group_{i}": {"targets": ["Linear"], "weights": w} for i, w in enumerate(weights)}}
+
+
 REFUSED = {
     "architecture": (dict(architectures=["GPT2LMHeadModel"]), "['GPT2LMHeadModel'] is not supported; supported: "
                      "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
@@ -120,7 +129,27 @@ REFUSED = {
     "end-id-range": (dict(eos_token_id=1000), "special token id 1000 is outside the vocabulary of 1000"),
     "activation": (dict(hidden_act="gelu"), "hidden_act is 'gelu'; only silu is supported"),
     "mlp-bias": (dict(mlp_bias=True), "mlp_bias is True; biases in the MLP are not supported"),
-    "quantised": (dict(quantization_config={"quant_method": "gptq"}), "quantised Hugging Face checkpoints"),
+    "gptq": (dict(quantization_config={"quant_method": "gptq", "bits": 4}),
+             "weights stored by 'gptq' (quantization_config.quant_method) are not supported; supported are fp8"),
+    "awq": (dict(quantization_config={"quant_method": "awq"}), "weights stored by 'awq'"),
+    "unnamed": (dict(quantization_config={"bits": 4}), "weights stored by None"),
+    "quantised-text": (dict(quantization_config="bitsandbytes"), "weights stored by 'bitsandbytes'"),
+    "fp8-other": (dict(quantization_config={"quant_method": "fp8", "fmt": "e5m2"}),
+                  "quantization_config.fmt is 'e5m2'; only e4m3 is supported"),
+    "fp8-block": (dict(quantization_config={"quant_method": "fp8", "weight_block_size": [128]}),
+                  "weight_block_size: expected two whole numbers, found [128]"),
+    "packed": (dict(quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+               "compressed-tensors of format 'pack-quantized' are not supported"),
+    "ungrouped": (dict(quantization_config={"quant_method": "compressed-tensors"}),
+                  "config_groups: expected an object of groups, found None"),
+    "int8": (dict(quantization_config=compressed({"num_bits": 8, "type": "int"})),
+             "compressed-tensors of 8 bits, type 'int' are not supported"),
+    "asymmetric": (dict(quantization_config=compressed({"num_bits": 8, "type": "float", "symmetric": False})),
+                   "type 'float', asymmetric, are not"),
+    "by-token": (dict(quantization_config=compressed({"num_bits": 8, "type": "float", "strategy": "token"})),
+                 "compressed-tensors with scales by 'token' are not"),
+    "two-blocks": (dict(quantization_config=compressed(BLOCKED, BLOCKED | {"block_structure": [64, 64]})),
+                   "compressed-tensors with blocks of several sizes are not"),
     "dtype": (dict(torch_dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn' is not supported"),
     "mixed-window": (dict(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=8,
                           max_window_layers=1), "a sliding window in some layers only"),
@@ -130,6 +159,18 @@ REFUSED = {
     "experts-step": (dict(MOE, decoder_sparse_step=0), "decoder_sparse_step is 0, must be 1 to"),
     "experts-dense": (dict(MOE, mlp_only_layers="0"), "mlp_only_layers: expected a list of layer numbers"),
 }
+
+
+@pytest.mark.parametrize("found, block", [
+    (None, None),
+    ({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+     [128, 128]),
+    ({"quant_method": "fp8", "activation_scheme": "static"}, []),
+    (compressed({"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}), []),
+    (compressed(BLOCKED, BLOCKED), [128, 128]),
+])
+def test_how_fp8_checkpoints_say_what_a_scale_covers(found: Any, block: list[int] | None) -> None:
+    assert hf(quantization_config=found).fp8_block == block
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -31,6 +31,7 @@ MAX_REGISTERS = {
     "penalise": 64,
     "mask_bits": 48,
     "grouped_matmul": 255,
+    "narrow_grouped_matmul": 255,
     "moe_count": 32,
     "moe_order": 80,
     "moe_combine": 48,

@@ -78,7 +78,8 @@ def make_engine(name: str, budget: int, kind: str = "none", pool: torch.dtype | 
 
 
 CASES = [("qwen3", "none", None), ("qwen3", "none", torch.int8), ("qwen3", "none", torch.float8_e4m3fn),
-         ("window", "none", None), ("moe", "none", None), *(("qwen3", kind, None) for kind in KINDS)]
+         ("window", "none", None), ("moe", "none", None), *((name, kind, None) for kind in KINDS
+                                                             for name in ("qwen3", "moe"))]
 
 
 @pytest.mark.parametrize("name, kind, pool", CASES)

@@ -20,7 +20,7 @@ from worker.models import loader
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
 from worker.models.registry import MODELS, get_model_class
-from worker.models.safetensors_loader import read_safetensors_header
+from worker.models.safetensors_header import read_safetensors_header
 
 CONFIG: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"], vocab_size=24, hidden_size=16, intermediate_size=32, num_hidden_layers=1,

@@ -44,6 +44,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-biased": ("Qwen3", dict(head_dim=16, attention_bias=True)),
     "qwen3-wide": ("Qwen3", dict(head_dim=16, intermediate_size=64)),
     "qwen3-moe": ("Qwen3Moe", MOE),
+    "qwen3-moe-wide": ("Qwen3Moe", dict(MOE, moe_intermediate_size=64, hidden_size=64, intermediate_size=64,
+                                        decoder_sparse_step=2)),
     "qwen3-moe-mixed": ("Qwen3Moe", dict(MOE, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3],
                                          norm_topk_prob=False)),
 }
@@ -193,7 +195,23 @@ GGUF_PARTS = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_exps": "ffn_gate_exps", "mlp.up_exps": "ffn_up_exps", "mlp.down_exps": "ffn_down_exps"}
+
+
+def stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All experts of a layer as one tensor of each kind, whichever way transformers holds them."""
+    result: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        stem, _, rest = name.partition(".mlp.experts.")
+        if not rest:
+            result[name] = value
+        elif rest == "gate_up_proj":
+            for part, rows in zip(("gate", "up"), value.chunk(2, 1)):
+                result[f"{stem}.mlp.{part}_exps.weight"] = rows
+        else:
+            result[f"{stem}.mlp.down_exps.weight"] = value
+    return result
 
 
 def write_gguf(path: Path, hf: Any, arch: str, quantization: str = "F32") -> dict[str, np.ndarray]:
@@ -219,8 +237,12 @@ def write_gguf(path: Path, hf: Any, arch: str, quantization: str = "F32") -> dic
         scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()
         base = config.rope_parameters["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
         writer.add_tensor("rope_freqs.weight", (1 / (base * scaled)).astype(np.float32))
+    if arch == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     decoded = {}
-    for name, value in hf.state_dict().items():
+    for name, value in stacked_experts(hf.state_dict()).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data = original = value.float().numpy()
@@ -251,10 +273,11 @@ def load_gguf_model(path: Path, dtype: str = "float32") -> FlatModel:
     return load_model(ModelFiles("gguf", str(path), from_gguf(read_gguf(path)), "tiny"), dtype=dtype, device="cpu")
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biased", "llama-rope-llama3", "qwen2", "qwen3-tied"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biased", "llama-rope-llama3", "qwen2", "qwen3-tied",
+                                  "qwen3-moe"])
 def test_a_gguf_file_gives_the_logits_of_the_safetensors_file(name: str, tmp_path: Path) -> None:
     hf = make_hf(name)
-    write_gguf(tmp_path / "tiny.gguf", hf, name.split("-")[0])
+    write_gguf(tmp_path / "tiny.gguf", hf, "qwen3moe" if name == "qwen3-moe" else name.split("-")[0])
     model = load_gguf_model(tmp_path / "tiny.gguf")
     expected = load_saved(hf, tmp_path)
     assert model.config.tie_word_embeddings == expected.config.tie_word_embeddings

@@ -151,6 +151,13 @@ def linear_config(num_rows: int, item_bytes: int, is_int4: bool) -> MatmulConfig
     return MatmulConfig(128, 64, 128, 8, 2) if is_int4 else MatmulConfig(128, 128, 64, 8, 3)
 
 
+def narrow_grouped_config(num_rows: int, item_bytes: int, is_int4: bool) -> MatmulConfig:
+    """Tiles of the experts' products with narrow weights, for the rows an expert has on average."""
+    if num_rows <= 16 and item_bytes < 4 and not is_int4:  # longer tiles spill on 10.0
+        return MatmulConfig(16, 64, 64, 4, 4)
+    return linear_config(num_rows, item_bytes, is_int4)
+
+
 def linear_splits(num_programs: int, num_tiles: int, num_processors: int) -> int:
     """Over how many programs the inputs of a product are shared out: enough to fill the chip, none with less than
     MIN_TILES_PER_SPLIT tiles."""

@@ -52,7 +52,8 @@ class TritonOps(Ops):
     def quant_linear(self, x: Tensor, weight: QuantWeight, bias: Tensor | None) -> Tensor:
         return quant_linear(x, weight, bias)
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | QuantWeight,
+                down: Tensor | QuantWeight) -> Tensor:
         return experts(x, ids, weights, gate_up, down)
 
 

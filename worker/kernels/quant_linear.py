@@ -30,28 +30,16 @@ from worker.quant.weights import INT4, QuantWeight
 INTERPRETED_PROCESSORS = 8
 
 
-@triton.jit(do_not_specialize=["num_rows", "tiles_per_split", "split_stride"])
-def quant_linear_kernel(
-    out_ptr, x_ptr, codes_ptr, scales_ptr, bias_ptr, num_rows, num_out, num_k, stride_x, num_groups, tiles_per_split,
-    split_stride, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, IS_INT4: tl.constexpr, PER_OUTPUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):
-    """Grid (outputs / BLOCK_N, rows / BLOCK_M, splits). Split s writes out_ptr + s * split_stride."""
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(2)
-    is_row = rows < num_rows
-    is_column = columns < num_out
+@triton.jit
+def narrow_product(x_rows, is_row, code_rows, scale_rows, is_column, num_k, first, last, GROUP_K: tl.constexpr,
+                   IS_INT4: tl.constexpr, PER_OUTPUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                   BLOCK_K: tl.constexpr):
+    """float32 [BLOCK_M, BLOCK_N], scaled: the tiles first .. last - 1 of the inputs. x_rows [BLOCK_M, 1], code_rows
+    [1, BLOCK_N], scale_rows [BLOCK_N]: where rows of the inputs, of the codes and of their scales begin."""
     WIDTH: tl.constexpr = BLOCK_K // 2 if IS_INT4 else BLOCK_K  # codes of an output in a tile
     offsets = tl.arange(0, WIDTH)
-    x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_x
-    stride_codes = num_k // 2 if IS_INT4 else num_k
-    code_rows = codes_ptr + columns.to(tl.int64)[None, :] * stride_codes
-    scale_rows = scales_ptr + (columns // GROUP_N).to(tl.int64) * num_groups
-    dtype = x_ptr.dtype.element_ty
+    dtype = x_rows.dtype.element_ty
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_k, BLOCK_K))
     for tile in range(first, last):
         k = tile * BLOCK_K
         if IS_INT4:  # a tile is a group, and groups are whole
@@ -73,6 +61,29 @@ def quant_linear_kernel(
             acc += part * scale[None, :]
     if PER_OUTPUT:
         acc *= tl.load(scale_rows, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "tiles_per_split", "split_stride"])
+def quant_linear_kernel(
+    out_ptr, x_ptr, codes_ptr, scales_ptr, bias_ptr, num_rows, num_out, num_k, stride_x, num_groups, tiles_per_split,
+    split_stride, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, IS_INT4: tl.constexpr, PER_OUTPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """Grid (outputs / BLOCK_N, rows / BLOCK_M, splits). Split s writes out_ptr + s * split_stride."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
+    is_row = rows < num_rows
+    is_column = columns < num_out
+    x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_x
+    stride_codes = num_k // 2 if IS_INT4 else num_k
+    code_rows = codes_ptr + columns.to(tl.int64)[None, :] * stride_codes
+    scale_rows = scales_ptr + (columns // GROUP_N).to(tl.int64) * num_groups
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_k, BLOCK_K))
+    acc = narrow_product(x_rows, is_row, code_rows, scale_rows, is_column, num_k, first, last, GROUP_K, IS_INT4,
+                         PER_OUTPUT, BLOCK_M, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         if split == 0:
             acc += tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]

@@ -114,17 +114,17 @@ class FlatModel(nn.Module):
         return self.lm_head(hidden).float()
 
     def checkpoint_slots(self) -> dict[str, Slot]:
-        """Every tensor the checkpoint must have, by its Hugging Face name. Together they cover every parameter."""
+        """Every tensor the checkpoint must have, by its Hugging Face name. Together they cover every parameter.
+        A `weight_scale` is that of narrow weights."""
         slots: dict[str, Slot] = {}
 
         def add(name: str, target: Tensor, shape: tuple[int, ...] | None = None) -> None:
             slots[name] = Slot(tuple(target.shape) if shape is None else shape, target)
 
         def add_rows(fused: Linear, names: Sequence[str], sizes: Sequence[int]) -> None:
-            for kind in ("weight", "bias"):
-                if getattr(fused, kind) is not None:
-                    for name, rows in zip(names, getattr(fused, kind).split(list(sizes)), strict=True):
-                        add(f"{name}.{kind}", rows)
+            for kind, parts in fused.stored(sizes):
+                for name, rows in zip(names, parts, strict=True):
+                    add(f"{name}.{kind}", rows)
 
         add("model.embed_tokens.weight", self.embed_tokens)
         for index, layer in enumerate(cast("Iterable[DecoderLayer]", self.layers)):

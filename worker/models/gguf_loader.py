@@ -21,6 +21,7 @@ from ipc.errors import ConfigError
 from ipc.gguf import GGUFTensor, read_gguf
 from worker.models.checkpoint import Found, Progress, Slot, check_tensors
 from worker.models.flat_model import FlatModel
+from worker.models.layers import SparseMLP
 from worker.quant.gguf_blocks import FORMATS, dequantize
 
 CHUNK_ELEMENTS = 1 << 18
@@ -30,7 +31,7 @@ GGUF_NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
 }
 
 
@@ -41,6 +42,17 @@ def gguf_name(name: str) -> str:
         return f"{GGUF_NAMES[stem]}.{kind}"
     _, _, index, part = stem.split(".", 3)
     return f"blk.{index}.{GGUF_NAMES[part]}.{kind}"
+
+
+def gguf_slots(model: FlatModel) -> dict[str, Slot]:
+    """The model's slots by their GGUF names. All experts of a layer are one tensor of each kind, [X, out, K]."""
+    slots = {gguf_name(name): slot for name, slot in model.checkpoint_slots().items() if ".mlp.experts." not in name}
+    for index, layer in enumerate(model.layers):
+        if isinstance(mlp := layer.mlp, SparseMLP):
+            for part, target in (("gate", mlp.gate_up[:, :mlp.size]), ("up", mlp.gate_up[:, mlp.size:]),
+                                 ("down", mlp.down)):
+                slots[f"blk.{index}.ffn_{part}_exps.weight"] = Slot(tuple(target.shape), target)
+    return slots
 
 
 class Chunk(NamedTuple):
@@ -56,7 +68,7 @@ class Chunk(NamedTuple):
 def load_gguf(model: FlatModel, path: str, progress: Progress) -> None:
     """Decode every tensor into its slot. Raises ConfigError before the first one."""
     file = read_gguf(path)
-    slots = {gguf_name(name): slot for name, slot in model.checkpoint_slots().items()}
+    slots = gguf_slots(model)
     # The divisors are part of the config already; a tied head is the embedding.
     ignored = {"rope_freqs.weight"} | ({"output.weight"} if model.config.tie_word_embeddings else set())
     tensors = {name: tensor for name, tensor in file.tensors.items() if name not in ignored}
@@ -84,7 +96,13 @@ def load_gguf(model: FlatModel, path: str, progress: Progress) -> None:
 
 
 def _chunks(tensor: GGUFTensor, slot: Slot, head_dim: int) -> Iterator[Chunk]:
-    """Whole rows, whole heads where rows must be reordered; a vector is one chunk."""
+    """Whole rows, whole heads where rows must be reordered; a vector is one chunk, experts come one by one."""
+    if len(tensor.shape) == 3:
+        nbytes = tensor.nbytes // tensor.shape[0]
+        for index, target in enumerate(slot.target):
+            one = tensor._replace(shape=tensor.shape[1:], offset=tensor.offset + index * nbytes, nbytes=nbytes)
+            yield from _chunks(one, Slot(one.shape, target), head_dim)
+        return
     if len(tensor.shape) == 1:
         yield Chunk(tensor.ggml_type, tensor.offset, tensor.nbytes, tensor.shape, slot.target, head_dim)
         return

@@ -6,7 +6,7 @@ step of a small model is bound by the number of torch calls, so each part is wri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from ipc.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from worker.models.ops import Ops
+    from worker.quant.weights import QuantWeight
 
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -38,6 +39,12 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out]."""
         return F.linear(x, self.weight, self.bias)
+
+    def stored(self, sizes: Sequence[int]) -> Iterator[tuple[str, Sequence[Tensor]]]:
+        """(what a checkpoint calls it, the rows of each part) of parts with so many outputs."""
+        yield "weight", self.weight.split(list(sizes))
+        if self.bias is not None:
+            yield "bias", self.bias.split(list(sizes))
 
 
 class RMSNorm(nn.Module):
@@ -71,7 +78,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.size = config.intermediate_size
+        self.size, self.hidden_size = config.intermediate_size, config.hidden_size
         self.gate_up_proj = Linear(config.hidden_size, 2 * self.size, bias=False, dtype=dtype, device=device)
         self.down_proj = Linear(self.size, config.hidden_size, bias=False, dtype=dtype, device=device)
 
@@ -81,9 +88,11 @@ class GatedMLP(nn.Module):
 
     def checkpoint_parts(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the checkpoint, the rows it fills)."""
-        yield "gate_proj.weight", self.gate_up_proj.weight[:self.size]
-        yield "up_proj.weight", self.gate_up_proj.weight[self.size:]
-        yield "down_proj.weight", self.down_proj.weight
+        for kind, (gate, up) in self.gate_up_proj.stored([self.size, self.size]):
+            yield f"gate_proj.{kind}", gate
+            yield f"up_proj.{kind}", up
+        for kind, (down,) in self.down_proj.stored([self.hidden_size]):
+            yield f"down_proj.{kind}", down
 
 
 class SparseMLP(nn.Module):
@@ -108,7 +117,11 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
         """x [N, E] -> [N, E]."""
-        return ops.experts(x, *self.route(x), self.gate_up, self.down)
+        return ops.experts(x, *self.route(x), *self.weights())
+
+    def weights(self) -> tuple[Tensor | QuantWeight, Tensor | QuantWeight]:
+        """(gate_up [X, 2F, E], down [X, E, F])."""
+        return self.gate_up, self.down
 
     def checkpoint_parts(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the checkpoint, the part it fills): three matrices of each expert."""

@@ -13,27 +13,40 @@ import torch
 from ipc.errors import ConfigError
 from worker.models.checkpoint import Progress
 from worker.models.flat_model import FlatModel
+from worker.models.quant_linear import materialise, narrow_skeleton
 from worker.models.registry import get_model_class
 
 if TYPE_CHECKING:
     from ipc.model_source import ModelFiles
+    from worker.models.ops import Ops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GIB = 1 << 30
 
 
 def load_model(files: ModelFiles, *, dtype: str, device: str, seed: int = 0,
-               progress: Callable[[float], None] | None = None) -> FlatModel:
+               progress: Callable[[float], None] | None = None, narrow_ops: Ops | None = None) -> FlatModel:
     """The model with its weights, in `dtype` on `device`. `seed` is for dummy weights only; `progress` is called from
-    this thread with the fraction done.
+    this thread with the fraction done. With `narrow_ops`, which then compute the products, the matrices of an fp8
+    checkpoint stay as they are stored.
 
     Raises ConfigError, one line: a file that does not match its config, or weights that do not fit.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     family = get_model_class(files.config.architecture)
-    check_memory(family(files.config, dtype=DTYPES[dtype], device="meta"), dtype, device)
-    model = family(files.config, dtype=DTYPES[dtype], device=device)
+    model = family(files.config, dtype=DTYPES[dtype], device="meta")
+    kind = None
+    if narrow_ops is not None and files.kind == "safetensors":
+        from worker.models.safetensors_loader import kind_in_file
+        kind = kind_in_file(model, files.path)
+    if narrow_ops is not None and kind is not None:
+        narrow_skeleton(model, kind, narrow_ops)
+    check_memory(model, dtype, device)
+    if kind is None:
+        model = family(files.config, dtype=DTYPES[dtype], device=device)
+    else:
+        materialise(model, device)
     report = progress or (lambda fraction: None)
     if files.kind == "safetensors":
         from worker.models.safetensors_loader import load_safetensors

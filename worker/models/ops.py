@@ -66,17 +66,25 @@ class Ops:
         """x [N, K], weight [out, K] in codes -> [N, out]. Widens the whole weight at every call."""
         return F.linear(x, dequantize(weight).to(x.dtype), bias)
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | QuantWeight,
+                down: Tensor | QuantWeight) -> Tensor:
         """x [N, E], ids and weights [N, k], gate_up [X, 2F, E], down [X, E, F] -> [N, E]: the weighted sum of each
-        token's experts, accumulated in float32. Experts without a token are not read; which ones those are is asked
-        of the device, so this form waits for it."""
+        token's experts, accumulated in float32; weights may be codes. Experts without a token are not read; which ones
+        those are is asked of the device, so this form waits for it."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in ids.unique().tolist():
             tokens, places = (ids == expert).nonzero(as_tuple=True)
-            hidden = self.silu_mul(F.linear(x[tokens], gate_up[expert]))
-            part = F.linear(hidden, down[expert]).float() * weights[tokens, places, None]
+            hidden = self.silu_mul(F.linear(x[tokens], _matrix(gate_up, expert, x.dtype)))
+            part = F.linear(hidden, _matrix(down, expert, x.dtype)).float() * weights[tokens, places, None]
             out.index_add_(0, tokens, part)
         return out.to(x.dtype)
+
+
+def _matrix(weights: Tensor | QuantWeight, expert: int, dtype: torch.dtype) -> Tensor:
+    """One expert's weights [out, K]."""
+    if isinstance(weights, QuantWeight):
+        return dequantize(weights.part(expert)).to(dtype)
+    return weights[expert]
 
 
 TORCH_OPS = Ops()

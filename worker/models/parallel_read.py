@@ -22,14 +22,47 @@ NUM_THREADS = 8
 CHUNK_BYTES = 16 << 20
 
 
+class Scales(NamedTuple):
+    """What the codes of a matrix are multiplied by: values float32 [ceil(out / group_n), ceil(K / group_k)], on the
+    device of the target."""
+    values: Tensor
+    group_n: int
+    group_k: int
+
+
 class Piece(NamedTuple):
-    """One stored tensor and where it goes: `target` has its shape, or one that it broadcasts to."""
+    """One stored tensor and where it goes: `target` has its shape, or one that it broadcasts to. A matrix [out, K] of
+    codes with scales is widened."""
     file: str
     offset: int
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     target: Tensor
+    scales: Scales | None = None
+
+
+def widen(codes: Tensor, scales: Scales | None, first: int) -> Tensor:
+    """What the rows from `first` on of a matrix of codes [n, K] stand for, float32; without scales they are as they
+    are."""
+    if scales is None:
+        return codes
+    rows = torch.arange(first, first + len(codes), device=codes.device) // scales.group_n
+    columns = torch.arange(codes.shape[1], device=codes.device) // scales.group_k
+    return codes.float() * scales.values[rows][:, columns]
+
+
+def read_bytes(path: str, offset: int, nbytes: int) -> Tensor:
+    """uint8 [nbytes] of a file, at once. Raises ConfigError."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = bytearray(file.read(nbytes))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(data) < nbytes:
+        raise ConfigError(f"{path}: ends at byte {offset + len(data)}, while it is being read")
+    return torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
 
 
 class _Staging(threading.local):
@@ -87,9 +120,9 @@ class ParallelReader:
             count = min(step, rows - begin)
             stored = self._read(piece, begin * row_bytes, count * row_bytes).view(piece.dtype)
             if rows == 1:
-                self._copy(piece.target, stored.view(piece.shape))
+                self._copy(piece, piece.target, stored.view(piece.shape), 0)
             else:
-                self._copy(piece.target[begin:begin + count], stored.view(count, *piece.shape[1:]))
+                self._copy(piece, piece.target[begin:begin + count], stored.view(count, *piece.shape[1:]), begin)
 
     def _read(self, piece: Piece, begin: int, nbytes: int) -> Tensor:
         """These bytes of the piece, in one of the thread's buffers."""
@@ -113,12 +146,16 @@ class ParallelReader:
             got += count
         return buffer
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
+    def _copy(self, piece: Piece, target: Tensor, source: Tensor, first: int) -> None:
+        """`source`: the piece's rows from `first` on. What is converted is converted on the device: the host would copy
+        it once more, into memory that is not pinned."""
         stream = self._staging.stream
         if stream is None:
-            target.copy_(source)
+            target.copy_(widen(source, piece.scales, first))
             return
         with torch.cuda.stream(stream):
+            if source.dtype != target.dtype:
+                source = widen(source.to(self._device, non_blocking=True), piece.scales, first)
             target.copy_(source, non_blocking=True)
             event = self._staging.events[self._staging.next] = torch.cuda.Event()
             event.record(stream)

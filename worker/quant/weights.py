@@ -27,7 +27,8 @@ SMALLEST_SCALE = 2.0 ** -100
 
 
 class QuantWeight(NamedTuple):
-    """See the module. scales [outputs / group_n, K / group_k] float32, rounded up."""
+    """See the module. scales [outputs / group_n, K / group_k] float32, rounded up. Those of a mixture of experts have
+    one more dimension in front."""
     kind: str
     codes: Tensor
     scales: Tensor
@@ -37,6 +38,10 @@ class QuantWeight(NamedTuple):
     @property
     def num_out(self) -> int:
         return self.codes.shape[0]
+
+    def part(self, expert: int) -> QuantWeight:
+        """One expert's."""
+        return self._replace(codes=self.codes[expert], scales=self.scales[expert])
 
 
 def groups_of(kind: str, num_k: int) -> tuple[int, int]:
@@ -70,6 +75,16 @@ def quantize(weight: Tensor, kind: str) -> QuantWeight:
         halves = (scaled.round().clamp(-8, 7) + 8).to(torch.uint8).view(num_out, columns, 2, group_k // 2)
         codes = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(num_out, num_k // 2)
     return QuantWeight(kind, codes.contiguous(), scales.contiguous(), group_n, group_k)
+
+
+def quantize_experts(weights: Tensor, kind: str) -> QuantWeight:
+    """weights [X, out, K], one after the other: the memory that this takes beside the result is one expert's."""
+    made = quantize(weights[0], kind)
+    codes, scales = (part.new_empty((len(weights), *part.shape)) for part in (made.codes, made.scales))
+    for expert, weight in enumerate(weights):
+        made = quantize(weight, kind)
+        codes[expert], scales[expert] = made.codes, made.scales
+    return made._replace(codes=codes, scales=scales)
 
 
 def dequantize(weight: QuantWeight) -> Tensor:

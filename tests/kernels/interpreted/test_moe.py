@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.kernels.moe import experts, experts_reference, grouped_matmul, sort_by_expert
+from worker.quant.weights import KINDS, dequantize, quantize_experts
 
 BF16 = torch.bfloat16
 
@@ -49,6 +50,21 @@ def test_the_block_equals_torch(num_tokens: int, num_experts: int, top_k: int, w
     gate_up, down = randn(num_experts, 2 * size, width, seed=1), randn(num_experts, width, size, seed=2)
     ours = experts(x, ids, weights, gate_up, down)
     torch.testing.assert_close(ours, experts_reference(x, ids, weights, gate_up, down), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens, num_experts, top_k", [(1, 1, 1), (9, 5, 2), (70, 3, 2)])
+def test_experts_with_narrow_weights_equal_torchs(kind: str, num_tokens: int, num_experts: int, top_k: int) -> None:
+    """Outputs that fill no tile or block of scales, more than one group of inputs, experts without a token."""
+    x, ids = randn(num_tokens, 160, seed=4), choose(num_tokens, num_experts, top_k)
+    weights = torch.softmax(randn(num_tokens, top_k), -1)
+    gate_up = quantize_experts(0.1 * randn(num_experts, 2 * 96, 160, seed=1), kind)
+    down = quantize_experts(0.1 * randn(num_experts, 160, 96, seed=2), kind)
+    assert gate_up.codes.shape == (num_experts, 192, 80 if kind == "int4" else 160)
+    ours = experts(x, ids, weights, gate_up, down)
+    torch.testing.assert_close(ours, experts_reference(x, ids, weights, gate_up, down), atol=2e-4, rtol=1e-4)
+    wide = [torch.stack([dequantize(w.part(x)) for x in range(num_experts)]) for w in (gate_up, down)]
+    torch.testing.assert_close(ours, experts_reference(x, ids, weights, *wide), atol=2e-4, rtol=1e-4)
 
 
 def test_the_block_in_bfloat16_stays_near_float32() -> None:
