@@ -168,6 +168,13 @@ def capability_of_device() -> int:
     return 10 * major + minor
 
 
+def is_missed(row: dict[str, Any]) -> bool:
+    """A figure that has a target and does not reach it."""
+    value, low, high = row.get("times", row.get("us", 0.0)), row.get("at_least"), row.get("at_most")
+    return bool((row.get("target") and row["share"] < row["target"]) or (low is not None and value < low)
+                or (high is not None and value > high))
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     """One line a result."""
     print(f"{'what':52} {'us':>10} {'rate':>14} {'share':>6} {'target':>6}")
@@ -181,9 +188,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         elif "at_most" in row or "at_least" in row:
             value = row.get("times", row.get("us"))
             low, high = row.get("at_least"), row.get("at_most")
-            is_missed = (low is not None and value < low) or (high is not None and value > high)
             bound = "" if low is high is None else f"at least {low}" if low is not None else f"at most {high}"
-            print(f"{row['name']:52} {value:>10} {bound:>14}{' !' if is_missed else ''}")
+            print(f"{row['name']:52} {value:>10} {bound:>14}{' !' if is_missed(row) else ''}")
         elif "rate" in row:
             mark = "!" if row["share"] < row["target"] else ""
             print(f"{row['name']:52} {row['us']:>10} {row['rate']:>14} {row['share']:>6.1%} {row['target']:.0%} {mark}")

@@ -6,8 +6,8 @@
 #   bench/gpu_check.sh --needs    what a machine needs, and the command that fetches the rest as wheels into .whl/
 #
 # Python packages that the machine lacks are taken from .whl/ (no network is used). Results go to $OUT, by default
-# bench/results/gpu; each step's log and JSON beside the summary. Prints one table last.
-# PYTHON names the interpreter to use.
+# bench/results/gpu; each step's log and JSON beside the summary. Prints what each step should take, what it took, and
+# one table last. PYTHON names the interpreter to use, LIMIT_S the seconds after which nothing goes on (570).
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -28,6 +28,9 @@ END
 fi
 [ "${1:-}" = "--dry" ] && dry="--dry"
 mkdir -p "$out"
+rm -f "$out"/*.status
+: "${TRITON_CACHE_DIR:=${TMPDIR:-/tmp}/threefold-triton}"
+export TRITON_CACHE_DIR
 
 if [ -d .whl ]; then
     "$python" -m pip install --quiet --no-index --no-deps --target .whl/site .whl/*.whl >"$out/wheels.log" 2>&1 ||
@@ -46,43 +49,77 @@ if [ -n "$missing" ]; then
     exit 2
 fi
 
-failed=""
-step() { # name, seconds, command: run it, keep its log, remember a failure, go on
-    name=$1 limit=$2
-    shift 2
+limit_s=${LIMIT_S:-$([ -n "$dry" ] && echo 3600 || echo 570)}
+begun=$(date +%s)
+# Seconds that each step should take on an H200 with 16 cores, and may take. None was measured yet.
+plan="warm 35 90
+compile 40 90
+kernels 75 120
+engine 85 140
+load 70 90
+transformers 80 110
+preemption 60 100"
+if [ -z "$dry" ]; then
+    echo "$plan" | awk '{ if ($1 != "compile") sum += $2; printf "%-13s about %3d s, at most %3d s%s\n", $1, $2, $3,
+        $1 == "compile" ? ", beside warm" : "" } END { printf "%-13s about %3d s\n", "all", sum }'
+    echo "nothing goes on after $limit_s s"
+fi
+
+step() { # name, command: run it, keep its log and status, go on
+    name=$1
+    shift
+    rest=$((limit_s - $(date +%s) + begun))
+    limit=$([ -n "$dry" ] && echo 900 || echo "$plan" | awk -v name="$name" '$1 == name { print $3 }')
+    [ "$limit" -gt "$rest" ] && limit=$rest
+    if [ "$limit" -lt 5 ]; then
+        echo "$name: skipped, time is up"
+        echo skipped >"$out/$name.status"
+        return
+    fi
     begin=$(date +%s)
     timeout "$limit" "$@" >"$out/$name.log" 2>&1
     status=$?
-    [ $status -eq 0 ] || failed="$failed $name($status)"
+    echo $status >"$out/$name.status"
     echo "$name: exit $status, $(($(date +%s) - begin)) s"
 }
 
 [ -n "$dry" ] || { command -v nvidia-smi >/dev/null && nvidia-smi >"$out/nvidia-smi.log" 2>&1; }
 # The machine code of the usual shapes, as this machine's Triton makes it: spills, shared memory, matrix instructions.
-step compile "150" "$python" -m bench.compile_kernels --quick --capabilities 90 --json "$out/compile.json"
+# Beside it, on the other cores, what the measurements launch: they should not wait for the compiler.
+step compile "$python" -m bench.compile_kernels --quick --capabilities 90 --json "$out/compile.json" &
 if [ -n "$dry" ]; then
+    wait
     TRITON_INTERPRET=1
     export TRITON_INTERPRET
 fi
-step kernels 240 "$python" -W ignore -m bench.gpu_kernels $dry --seconds 100 --json "$out/kernels.json"
-step engine 240 "$python" -W ignore -m bench.gpu_engine $dry --seconds 150 --json "$out/engine.json"
-step transformers "$([ -n "$dry" ] && echo 400 || echo 120)" "$python" -W ignore -m bench.gpu_transformers $dry --against "$out/engine.json" \
+step warm "$python" -W ignore -m bench.gpu_warm $dry $([ -n "$dry" ] && echo --processes 2)
+wait
+step kernels "$python" -W ignore -m bench.gpu_kernels $dry --seconds 95 --json "$out/kernels.json"
+step engine "$python" -W ignore -m bench.gpu_engine $dry --seconds 110 --json "$out/engine.json"
+step load "$python" -W ignore -m bench.gpu_load $dry --seconds 45 --json "$out/load.json"
+step transformers "$python" -W ignore -m bench.gpu_transformers $dry --against "$out/engine.json" \
     --json "$out/transformers.json"
 # Recompute, swap and auto through the three processes, cache on and off: total time and p99 TPOT.
 if [ -n "$dry" ]; then
     # The interpreter is no place for a thousand steps: here the reference backend shows that the step runs.
-    TRITON_INTERPRET=0 step preemption 400 "$python" -W ignore -m bench.preemption --model tiny --device cpu \
-        --attention-backend cpu --workload little --repeat 1 --scale 0.1 --no-modelled
+    TRITON_INTERPRET=0
+    step preemption "$python" -W ignore -m bench.preemption --model tiny --device cpu --attention-backend cpu \
+        --workload little --repeat 1 --scale 0.1 --no-modelled
 else
-    step preemption 120 "$python" -W ignore -m bench.preemption --model qwen3-0.6b --device cuda --repeat 1 \
-        --no-modelled
+    step preemption "$python" -W ignore -m bench.preemption --model qwen3-0.6b --device cuda --repeat 1 \
+        --workload thrash --workload long --no-modelled
 fi
 
 echo
-for name in compile kernels engine transformers preemption; do
+failed=""
+for name in warm compile kernels engine load transformers preemption; do
+    status=$(cat "$out/$name.status" 2>/dev/null)
+    [ "$status" = 0 ] || failed="$failed $name($status)"
+    [ -f "$out/$name.log" ] || continue
     echo "== $name"
     case $name in
     compile) tail -n 2 "$out/$name.log" | head -n 1 ;;
+    warm) tail -n 1 "$out/$name.log" ;;
     *) sed '$d' "$out/$name.log" ;;
     esac
 done

@@ -12,6 +12,7 @@ missed target is reported, not an error.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -21,16 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_bench import BF16, FP8, Bench, capability_of_device, measure_ceilings, print_table
+from bench.gpu_bench import BF16, FP8, Bench, capability_of_device, is_missed, measure_ceilings, print_table
 from bench.gpu_in_process import InProcessEngine, Setup, blocks_for, decoding_rows, make_runner, random_model
 from ipc.aliases import ALIASES
 from ipc.capacity import weight_count
 from ipc.messages import NewRow, SchedulerOutput
 from ipc.model_config import ModelConfig, from_hf_config
 from ipc.sampling_params import SamplingParams
+from worker.attention.base import BatchMeta
 from worker.attention.registry import get_backend
 from worker.kernels.interpreter import install_if_interpreted, is_interpreted
-from worker.kv_pool import kv_bytes_per_block
+from worker.kv_pool import KVPool, kv_bytes_per_block
 from worker.kv_quant import FP8_CAPABILITY
 from worker.models.flat_model import FlatModel
 
@@ -46,25 +48,32 @@ def shape(bench: Bench, name: str) -> ModelConfig:
     return from_hf_config({**raw, **TINY, "eos_token_id": 1, "bos_token_id": 1} if bench.dry else raw, name)
 
 
+def checked_config(bench: Bench) -> ModelConfig:
+    """A model small enough to run many times."""
+    raw = {**ALIASES["qwen3-8b"].hf_config, **(TINY if bench.dry else CHECKED), "eos_token_id": 1, "bos_token_id": 1}
+    return from_hf_config(raw, "check")
+
+
 # ------------------------------------------------------------ checks
 
 def check_tokens(bench: Bench) -> None:
     """The same greedy tokens with and without graphs, overlap, chunks, and with a pool so small that it preempts.
 
-    In float32 and with weights that make the logits differ by far more than a rounding.
+    In float32 and with weights that make most logits differ by far more than a rounding; where an output departs at
+    two tokens whose logits do not, that is no error.
     """
     if not bench.wants("engine: same tokens"):
         return
-    raw = {**ALIASES["qwen3-8b"].hf_config, **(TINY if bench.dry else CHECKED), "eos_token_id": 1, "bos_token_id": 1}
-    model = random_model(from_hf_config(raw, "check"), torch.float32, bench.device)
+    config = checked_config(bench)
+    model = random_model(config, torch.float32, bench.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.mul_(6.0 if not bench.dry else 15.0)
     rng = np.random.default_rng(3)
     count, longest, outputs = (2, 20, 3) if bench.dry else (24, 300, 48)
-    shared = rng.integers(2, raw["vocab_size"], longest // 2).tolist()
-    prompts = [rng.integers(2, raw["vocab_size"], 1 + rng.integers(longest // 2)).tolist() for _ in range(count)]
+    shared = rng.integers(2, config.vocab_size, longest // 2).tolist()
+    prompts = [rng.integers(2, config.vocab_size, 1 + rng.integers(longest // 2)).tolist() for _ in range(count)]
     prompts = [shared + prompt if i % 3 == 0 else prompt for i, prompt in enumerate(prompts)]
     ample = sum(-(-(len(prompt) + outputs + 1) // 16) for prompt in prompts) + 8
     few = (1 if bench.dry else 3) * -(-(longest + outputs + 1) // 16) + 1
@@ -88,19 +97,37 @@ def check_tokens(bench: Bench) -> None:
         engine = InProcessEngine(model, setup, bench.device)
         tokens = engine.run(prompts, outputs)
         wanted = wanted or tokens
-        different = sum(a != b for a, b in zip(tokens, wanted, strict=True))
+        different = sum(a != b and not is_near_tie(model, prompt, a, b, bench.device)
+                        for prompt, a, b in zip(prompts, tokens, wanted, strict=True))
         preempted = engine.core.scheduler.stats.num_preemptions
         is_whole = all(len(row) == outputs for row in tokens) and (bench.dry or setup.num_blocks > few or preempted > 0)
         bench.rows.append({"name": f"check: engine, {name} ({preempted} preemptions)", "error": float(different),
                            "limit": 0.0, "ok": different == 0 and is_whole})
 
 
+@torch.inference_mode()
+def is_near_tie(model: FlatModel, prompt: list[int], ours: list[int], theirs: list[int], device: str) -> bool:
+    """Whether two outputs depart from each other at tokens whose logits are one rounding apart."""
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
+    if at is None:                              # one is the beginning of the other
+        return False
+    tokens = [*prompt, *theirs[:at]]
+    pool = KVPool(backend := get_backend("reference", device), len(tokens) // 16 + 1, 16, model.kv_spec(),
+                  model.embed_tokens.dtype, device)
+    positions = torch.arange(len(tokens), device=device)
+    table = torch.arange(1, pool.num_blocks + 1, dtype=torch.int32, device=device)[None]
+    meta = BatchMeta.of(np.array([0, len(tokens)], np.int32), np.array([len(tokens)], np.int32), table, positions + 16,
+                        16)
+    hidden = model(torch.tensor(tokens, device=device), positions, pool.caches, meta, backend)
+    logits = model.compute_logits(hidden[-1:])[0]
+    return bool((logits[ours[at]] - logits[theirs[at]]).abs() < 1e-4 * logits.std())
+
+
 def check_no_waits(bench: Bench) -> None:
     """A decode step of async scheduling is launched without any synchronisation: torch raises at one."""
     if not bench.wants("engine: no host wait in a decode step"):
         return
-    raw = {**ALIASES["qwen3-8b"].hf_config, **(TINY if bench.dry else CHECKED), "eos_token_id": 1, "bos_token_id": 1}
-    model, rows, steps = random_model(from_hf_config(raw, "check"), BF16, bench.device), 2 if bench.dry else 16, 6
+    model, rows, steps = random_model(checked_config(bench), BF16, bench.device), 2 if bench.dry else 16, 6
     error = ""
     for graphs in ("off",) if bench.dry else ("off", "on"):
         setup = Setup(blocks_for(rows, 40, steps, 16), seats=rows, budget=rows, max_model_len=128, graphs=graphs)
@@ -141,12 +168,13 @@ def time_decode(bench: Bench, name: str, model: FlatModel, rows: int, context: i
     num = warm + steps + 2
     setup = Setup(blocks_for(rows, context, num, 16), seats=rows, budget=rows, max_model_len=context + num + 8,
                   graphs="static" if bench.dry else "on")
+    collect(bench)
     runner = make_runner(model, setup, bench.device)
     last = runner.launch(decoding_rows(runner, rows, context, num))
     begin, launch_s, device_ns = 0.0, 0.0, 0
     for number in range(2, num):
         if number == 2 + warm:
-            _synchronize(bench)
+            synchronize(bench)
             begin, launch_s, device_ns = time.perf_counter(), 0.0, 0
         launched = time.perf_counter()
         step = runner.launch(SchedulerOutput(number, rows))
@@ -167,7 +195,15 @@ def time_decode(bench: Bench, name: str, model: FlatModel, rows: int, context: i
         bench.rows.append({"name": what, "us": round(value, 1), "at_most": limit})
 
 
-def _synchronize(bench: Bench) -> None:
+def collect(bench: Bench) -> None:
+    """Give back what earlier runners held: they and their graphs refer to each other."""
+    gc.collect()
+    if bench.device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def synchronize(bench: Bench) -> None:
+    """Wait for the device."""
     if bench.device != "cpu":
         torch.cuda.synchronize()
 
@@ -176,6 +212,7 @@ def time_prefill(bench: Bench, model: FlatModel, num_tokens: int, target: float)
     """One prompt, computed in one step."""
     if not bench.wants(name := f"prefill {num_tokens}, qwen3-8b"):
         return
+    collect(bench)
     setup = Setup(-(-(num_tokens + 1) // 16), seats=1, budget=num_tokens, max_model_len=num_tokens + 8)
     runner = make_runner(model, setup, bench.device)
     tokens = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
@@ -207,6 +244,7 @@ def measure_throughput(bench: Bench, model: FlatModel) -> None:
     count, prompt, outputs = (2, 5, 2) if bench.dry else (256, 512, 256)
     setup = Setup(count * -(-(prompt + outputs + 1) // 16) + 8, seats=count, budget=64 if bench.dry else 8192,
                   max_model_len=1024, graphs="static" if bench.dry else "on")
+    collect(bench)
     engine = InProcessEngine(model, setup, bench.device)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(2, model.config.vocab_size, prompt).tolist() for _ in range(count)]
@@ -239,19 +277,13 @@ def measure_models(bench: Bench) -> None:
     time_decode(bench, "decode 1 row, qwen3-0.6b", small, 1, context, None, limit_us=1300)
     time_decode(bench, f"decode {rows} rows x {context}, qwen3-0.6b", small, rows, context, None)
     del small
+    collect(bench)
     large = random_model(shape(bench, "qwen3-8b"), BF16, bench.device)
     measure_pool(bench, large.config)
     time_decode(bench, "decode 1 row, qwen3-8b", large, 1, context, 0.85)
     time_decode(bench, f"decode {rows} rows x {context}, qwen3-8b", large, rows, context, 0.75, gap_us=50)
     time_prefill(bench, large, chunk, 0.55)
     measure_throughput(bench, large)
-
-
-def is_missed(row: dict[str, Any]) -> bool:
-    """A figure that has a target and does not reach it."""
-    return bool((row.get("target") and row["share"] < row["target"])
-                or (row.get("at_most") is not None and row["us"] > row["at_most"])
-                or (row.get("at_least") is not None and row["times"] < row["at_least"]))
 
 
 def main() -> None:

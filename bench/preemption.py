@@ -113,8 +113,12 @@ async def engines(args: argparse.Namespace, is_cached: bool) -> AsyncIterator[di
             num_threads=args.num_threads, log_level="warning")
         up: dict[str, AsyncLLM] = {}
         try:
-            for mode in MODES:
-                up[mode] = await AsyncLLM(model, preemption_mode=mode, **options).start()
+            starts = [AsyncLLM(model, preemption_mode=mode, **options).start() for mode in MODES]
+            started = await asyncio.gather(*starts, return_exceptions=True)
+            up |= {mode: llm for mode, llm in zip(MODES, started) if isinstance(llm, AsyncLLM)}
+            for failure in started:
+                if isinstance(failure, BaseException):
+                    raise failure
             yield up
         finally:
             for llm in up.values():

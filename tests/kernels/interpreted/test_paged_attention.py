@@ -197,6 +197,58 @@ def test_random_ragged_batches(
     torch.testing.assert_close(out, expected, **FLOAT32)
 
 
+# Each block size, head dim, option and several group sizes with one KV head, and with each other as they come.
+SHAPES = [  # block size, head dim, group, KV heads, window, softcap, has sinks, dtype
+    (16, 64, 1, 1, 0, 0.0, False, BF16),
+    (32, 80, 16, 1, 0, 3.0, False, torch.float32),
+    (64, 96, 5, 2, 20, 0.0, True, BF16),
+    (128, 128, 8, 1, 0, 0.0, True, torch.float32),
+    (32, 192, 7, 1, 33, 4.0, True, torch.float16),
+    (64, 256, 2, 2, 0, 0.0, False, torch.float32),
+    (128, 64, 16, 1, 50, 0.0, False, BF16),
+    (16, 256, 12, 1, 7, 2.0, True, torch.float32),
+]
+
+
+def check_shape(query_lens: list[int], seq_lens: list[int], block_size: int, dim: int, group: int, kv_heads: int,
+                window: int, softcap: float, has_sinks: bool, dtype: torch.dtype, backend: TritonBackend) -> None:
+    """The mixed batch against the reference; what no query may see is NaN."""
+    meta, cache = make_batch(query_lens, seq_lens, block_size=block_size, kv_heads=kv_heads, dim=dim, dtype=dtype,
+                             window=window)
+    q = 2 * random_q(sum(query_lens), group * kv_heads, dim, dtype)
+    sinks = random_q(1, 1, group * kv_heads)[0, 0] if has_sinks else None
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    out = backend.forward(q, cache, meta, **options)
+    expected = paged_attention_reference(q, tuple(x.float().nan_to_num() for x in cache), meta, **options)
+    limits = FLOAT32 if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(out, expected, **limits)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mixed_batches_of_every_shape_a_model_may_have(shape: tuple[object, ...]) -> None:
+    """With the tiles that a GPU takes: decodes on both sides of a block's end, a chunk behind a context, padding."""
+    block_size = int(shape[0])  # type: ignore[call-overload]
+    lengths = [block_size, block_size + 1, 2 * block_size - 1, 0, 1]
+    check_shape([1, 1, 9, 1, 1], lengths, *shape, get_backend("triton"))  # type: ignore[arg-type]
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 70)), min_size=1, max_size=3),
+    shape=st.tuples(st.sampled_from([16, 32, 64, 128]), st.sampled_from([64, 80, 96, 128, 256]), st.integers(1, 16),
+                    st.sampled_from([1, 1, 2]), st.sampled_from([0, 5, 40]), st.sampled_from([0.0, 3.0]),
+                    st.booleans()),
+    processors=st.sampled_from([1, 8]),
+)
+def test_random_shapes_of_random_batches(
+    requests: list[tuple[int, int]], shape: tuple[int, int, int, int, int, float, bool], processors: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With small tiles, so that contexts are split."""
+    backend = use_tiles(monkeypatch, 16, 16, processors)
+    check_shape([t for t, _ in requests], [t + past for t, past in requests], *shape, torch.float32, backend)
+
+
 def test_a_step_is_planned_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
     original = triton_paged.plan_launch
