@@ -64,7 +64,7 @@ def make_runner(model: FlatModel, setup: Setup, device: str) -> ModelRunner:
 
 
 class InProcessEngine:
-    """Greedy requests that ignore EOS."""
+    """Requests that ignore EOS, greedy unless asked otherwise."""
 
     def __init__(self, model: FlatModel, setup: Setup, device: str) -> None:
         self.setup = setup
@@ -78,10 +78,11 @@ class InProcessEngine:
         self.plans: list[tuple[int, int]] = []  # rows and tokens of each step
         self._launched: collections.deque[Step] = collections.deque()
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """The outputs of all, when all are done."""
+    def run(self, prompts: list[list[int]], max_tokens: int, **options: Any) -> list[list[int]]:
+        """The outputs of all, when all are done. options: of SamplingParams."""
         for index, prompt in enumerate(prompts):
-            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=1)
+            params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "seed": 1,
+                                       **options})
             self.core.handle(0, AddRequest(index, np.array(prompt, np.int32).data.cast("B"), params))
         while self.core.can_plan() or self._launched:
             while self.core.can_plan() and (plan := self.core.plan()) is not None:

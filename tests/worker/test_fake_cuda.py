@@ -1,0 +1,236 @@
+"""The CUDA paths without a device: torch's fake tensors say where each tensor would be, and refuse operations between
+devices; reading a value on the host, which would wait for the device, is counted."""
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from bench import gpu_in_process  # noqa: E402
+from bench.gpu_in_process import InProcessEngine, Setup  # noqa: E402
+from ipc.model_config import from_hf_config  # noqa: E402
+from worker import decode_graphs  # noqa: E402
+from worker.attention.triton_paged import TritonBackend  # noqa: E402
+from worker.models.quant_linear import quantize_linears  # noqa: E402
+from worker.models.registry import get_model_class  # noqa: E402
+from worker.quant.weights import KINDS  # noqa: E402
+from worker.spec_decode.ngram import NgramDrafter  # noqa: E402
+from worker.warm_up import warm_up  # noqa: E402
+
+RAW: dict[str, Any] = dict(architectures=["Qwen3ForCausalLM"], vocab_size=320, hidden_size=64, intermediate_size=96,
+                           num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                           max_position_embeddings=4096, eos_token_id=1, bos_token_id=1)
+MOE = {**RAW, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 32}
+
+
+class Event:
+    """Done at once."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.is_recorded, self.has_time = False, enable_timing
+
+    def record(self, stream: object = None) -> None:
+        self.is_recorded = True
+
+    def query(self) -> bool:
+        return self.is_recorded
+
+    def synchronize(self) -> None:
+        assert self.is_recorded
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.is_recorded and other.is_recorded and self.has_time and other.has_time
+        return 1.0
+
+
+class Stream:
+    """Notes what it is told to wait for."""
+
+    def __init__(self, device: object = None) -> None:
+        self.waited: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited.append(other)
+
+    def wait_event(self, event: Event) -> None:
+        assert event.is_recorded
+        self.waited.append(event)
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record()
+        return event
+
+
+class FakeDevice:
+    """What a test may ask about the run."""
+
+    def __init__(self) -> None:
+        self.reads = 0                              # of values by the host
+        self.launches: list[str] = []
+        self.stream = Stream()                      # of the steps
+
+
+def pick(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """tensor[index] by the operators behind it: a build without CUDA refuses the brackets of a tensor that would be
+    there."""
+    parts, dim, by_tensor = index if isinstance(index, tuple) else (index,), 0, []
+    for at, part in enumerate(parts):
+        if part is None:
+            tensor, dim = tensor.unsqueeze(dim), dim + 1
+        elif part is Ellipsis:
+            dim = tensor.dim() - sum(other is not None for other in parts[at + 1:])
+        elif isinstance(part, slice):
+            tensor, dim = torch.ops.aten.slice.Tensor(tensor, dim, part.start, part.stop, part.step or 1), dim + 1
+        elif isinstance(part, torch.Tensor):
+            by_tensor += [None] * (dim - len(by_tensor)) + [part]
+            dim += 1
+        else:
+            tensor = tensor.select(dim, int(part))
+    return torch.ops.aten.index.Tensor(tensor, by_tensor) if by_tensor else tensor
+
+
+def put(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    """tensor[index] = value."""
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, torch.Tensor) for part in parts):
+        tensor.index_put_(tuple(parts), value)
+    else:
+        pick(tensor, index).copy_(value)
+
+
+@contextlib.contextmanager
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    found = FakeDevice()
+
+    def numpy(tensor: torch.Tensor) -> np.ndarray:
+        if not isinstance(tensor, FakeTensor):
+            return original_numpy(tensor)
+        assert tensor.device.type == "cpu", "numpy() of a tensor on the device"
+        return np.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        found.reads += tensor.device.type == "cuda"
+        return original_cpu(tensor)
+
+    def copy(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        found.reads += source.device != tensor.device and not non_blocking
+        return torch.ops.aten.copy_.default(tensor, source, non_blocking)
+
+    def launch(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        """Every pointer is on the device."""
+        found.launches.append(self.__name__)
+        assert all(arg.device.type == "cuda" for arg in args if isinstance(arg, torch.Tensor)), self.__name__
+
+    def without_pin(make: Any) -> Any:
+        return lambda *args, pin_memory=False, **options: make(*args, **options)
+
+    original_numpy, original_cpu = torch.Tensor.numpy, torch.Tensor.cpu
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", launch)
+        patch.setattr(torch.Tensor, "numpy", numpy)
+        patch.setattr(torch.Tensor, "cpu", copied)
+        patch.setattr(torch.Tensor, "copy_", copy)
+        patch.setattr(torch.Tensor, "__getitem__", pick)
+        patch.setattr(torch.Tensor, "__setitem__", put)
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        for name in ("empty", "zeros"):
+            patch.setattr(torch, name, without_pin(getattr(torch, name)))
+        chip = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+        stand_ins = dict(Event=Event, Stream=Stream, current_stream=lambda device=None: found.stream,
+                         stream=lambda stream: contextlib.nullcontext(), synchronize=lambda device=None: None,
+                         graph_pool_handle=lambda: None, get_device_properties=lambda device: chip)
+        for name, value in stand_ins.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(gpu_in_process, "get_backend", lambda name, device: TritonBackend())
+        patch.setattr(decode_graphs.DecodeGraphs.__init__, "__defaults__",
+                      (lambda run, pool: (run(), types.SimpleNamespace(replay=run))[1],))
+        mode = FakeTensorMode()
+        original_from_numpy = torch.from_numpy
+        patch.setattr(torch, "from_numpy", lambda array: mode.from_tensor(original_from_numpy(array)))
+        with mode:
+            yield found
+
+
+def make_engine(raw: dict[str, Any], **options: Any) -> InProcessEngine:
+    config = from_hf_config(dict(raw), "tiny")
+    model = get_model_class(config.architecture)(config, dtype=torch.bfloat16, device="cuda:0")
+    setup = Setup(**{"num_blocks": 200, "seats": 20, "budget": 64, "max_model_len": 512, **options})
+    return InProcessEngine(model, setup, "cuda:0")
+
+
+@pytest.mark.parametrize("raw", [RAW, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_steps_without_options_are_never_waited_for(raw, graphs, temperature, monkeypatch):
+    """Prefill chunks beside decodes, rows that come and go; graphs captured by a call in place of a capture."""
+    with fake_cuda(monkeypatch) as device:
+        engine = make_engine(raw, graphs=graphs)
+        warm_up(engine.runner, 64)
+        device.reads = 0
+        engine.run([[5] * n for n in (1, 30, 90, 17)], 9, temperature=temperature)
+        assert device.reads == 0 and len(engine.plans) > 9
+        assert ("sample_rows_kernel" in device.launches[-60:]) == (temperature > 0)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bias": dict(logit_bias={3: 2.0, 9: -1.0}), "penalties": dict(repetition_penalty=1.2, presence_penalty=0.5),
+    "allowed": dict(allowed_token_ids=[0, 3, 4]), "bad words": dict(bad_words_token_ids=[[7], [0, 8]]),
+    "least": dict(min_tokens=4, stop_token_ids=[9], ignore_eos=False), "prompt": dict(prompt_logprobs=2),
+    "logprobs": dict(logprobs=3, logit_bias={3: 2.0}), "vector": dict(pooling="mean"), "last": dict(pooling="last"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_requests_are_read_once_and_work_where_the_logits_are(name, monkeypatch):
+    with fake_cuda(monkeypatch) as device:
+        engine = make_engine(RAW)
+        engine.run([[5] * n for n in (3, 30, 90)], 1 if name in ("vector", "last") else 6, temperature=0.7,
+                   **OPTIONS[name])
+        assert 0 < device.reads <= 4 * len(engine.plans)
+
+
+@pytest.mark.parametrize("pool", [None, torch.int8, torch.float8_e4m3fn])
+def test_blocks_are_swapped_and_copied(pool, monkeypatch):
+    """A pool that holds a part of the requests; a shared prefix that ends within a block."""
+    with fake_cuda(monkeypatch) as device:
+        engine = make_engine(RAW, num_blocks=9, num_host_blocks=40, kv_dtype=pool,
+                             scheduler=dict(preemption_mode="swap"))
+        shared = list(range(2, 25))
+        engine.run([shared + [30 + i] * 20 for i in range(6)], 30)
+        stats = engine.core.scheduler.stats
+        assert stats.num_swapped_out_blocks > 0 and stats.num_swapped_in_blocks > 0
+        assert device.reads == 0 and any(isinstance(waited, Event) for waited in device.stream.waited)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("raw", [RAW, MOE], ids=["dense", "experts"])
+def test_narrow_weights(raw, kind, monkeypatch):
+    with fake_cuda(monkeypatch) as device:
+        engine = make_engine(raw)
+        quantize_linears(engine.runner.model, kind, engine.runner.backend.ops)
+        engine.run([[5] * n for n in (3, 30)], 4)
+        assert ("narrow_grouped_matmul_kernel" if raw is MOE else "quant_linear_kernel") in device.launches
+        assert device.reads == 0
+
+
+def test_drafts_are_verified_and_blocks_of_wrong_ones_given_back(monkeypatch):
+    with fake_cuda(monkeypatch):
+        engine = make_engine(RAW, scheduler=dict(num_speculative_tokens=4))
+        engine.runner.drafter = NgramDrafter(4, 4, 2)
+        engine.run([[5, 6] * 10, [0, 0, 7] * 9], 40)
+        assert engine.core.scheduler.stats.num_draft_tokens > 0
