@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from bench.gpu_bench import Bench, is_missed, print_table
-from bench.gpu_engine import shape, synchronize
+from bench.gpu_engine import collect, shape, synchronize
 from ipc.config import CacheConfig, ModelSection, WorkerProcess
 from ipc.model_config import ModelConfig
 from ipc.model_source import ModelFiles
@@ -162,7 +162,9 @@ def seconds_to_ready(bench: Bench, config: ModelConfig) -> float:
         attention_backend="triton", cuda_graphs="static" if bench.dry else "on", num_threads=1, run_dir="",
         log_level="warning")
     build_runner(worker, cast(Any, phases), lambda: None)
-    return time.perf_counter() - phases.ended["load weights"]
+    seconds = time.perf_counter() - phases.ended["load weights"]
+    collect(bench)                              # another process comes next
+    return seconds
 
 
 def measure_ready(bench: Bench, config: ModelConfig, is_cold: bool) -> None:
@@ -175,7 +177,7 @@ def measure_ready(bench: Bench, config: ModelConfig, is_cold: bool) -> None:
             done = subprocess.run([sys.executable, "-W", "ignore", "-m", "bench.gpu_load", "--only", "from the disk",
                                    *(["--dry"] if bench.dry else [])], env={**os.environ, "TRITON_CACHE_DIR": folder},
                                   capture_output=True, text=True)
-        print(done.stdout.rsplit("\n", 2)[0])
+        print(*(line for line in done.stdout.splitlines() if line.startswith("    ")), sep="\n")
         if done.returncode:
             bench.rows.append({"name": name, "skipped": done.stderr[-200:].replace("\n", " ")})
             return
