@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ipc.config import CacheConfig, ModelSection, WorkerProcess
 from ipc.errors import ConfigError
 from ipc.model_config import ModelConfig, from_hf_config
 from ipc.model_source import ModelFiles
 from tests.worker.test_models_parity import PROMPT, TINY, paged_greedy
+from worker import startup
 from worker.models import parallel_read
 from worker.models.flat_model import FlatModel
 from worker.models.loader import load_model
@@ -132,3 +134,17 @@ def test_scales_and_codes_that_do_not_fit_each_other_are_named(tmp_path):
     save_file(stored, path)
     with pytest.raises(ConfigError, match="expected no tensor of this name|expected dtype F32, F16, BF16"):
         load(tmp_path, RAW, None)
+
+
+@pytest.mark.parametrize("capability, quantization, method, kept", [
+    (90, "auto", BLOCK, True), (89, "auto", PLAIN, True), (80, "auto", BLOCK, False), (None, "auto", BLOCK, False),
+    (90, "none", BLOCK, False), (90, "int8", BLOCK, False), (90, "auto", None, False)])
+def test_who_keeps_fp8_weights(capability, quantization, method, kept, monkeypatch):
+    """GPUs that compute with e4m3, unless something else is asked for."""
+    monkeypatch.setattr(startup, "compute_capability", lambda device: capability)
+    files = ModelFiles("safetensors", "", config_of(RAW, method), "tiny")
+    config = WorkerProcess(rank=0, listen="", epoch=1, model=ModelSection(files=files, quantization=quantization),
+                           cache=CacheConfig(), max_num_seqs=4, max_num_batched_tokens=64, num_speculative_tokens=0,
+                           device="auto", attention_backend="auto", cuda_graphs="auto", num_threads=1, run_dir="",
+                           log_level="warning")
+    assert startup.keeps_fp8(config, "cuda" if capability else "cpu") == kept
