@@ -14,7 +14,7 @@ python=${PYTHON:-python3}
 out=${OUT:-bench/results/gpu}
 dry=""
 # What a machine with torch, triton, transformers, uvloop, safetensors, tokenizers and prometheus-client lacks.
-wheels="'pyzmq<28' 'msgspec<0.24' 'llguidance>=1.7,<2' starlette uvicorn httptools jinja2 anyio idna h11 click markupsafe"
+wheels="'pyzmq<28' 'msgspec<0.24' 'llguidance>=1.7,<2' starlette uvicorn httptools jinja2 anyio idna h11 click markupsafe typing-extensions"
 if [ "${1:-}" = "--needs" ]; then
     cat <<END
 On the GPU machine: Linux, an NVIDIA driver, Python 3.12 with torch >= 2.9 (a CUDA build), triton >= 3.6, numpy,
