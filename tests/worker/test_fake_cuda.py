@@ -20,11 +20,13 @@ from bench import gpu_in_process  # noqa: E402
 from bench.gpu_in_process import InProcessEngine, Setup  # noqa: E402
 from ipc.model_config import from_hf_config  # noqa: E402
 from worker import decode_graphs  # noqa: E402
+from worker.attention.reference import ReferenceBackend  # noqa: E402
 from worker.attention.triton_paged import TritonBackend  # noqa: E402
 from worker.models.quant_linear import quantize_linears  # noqa: E402
 from worker.models.registry import get_model_class  # noqa: E402
 from worker.quant.weights import KINDS  # noqa: E402
 from worker.spec_decode.ngram import NgramDrafter  # noqa: E402
+from worker.startup import largest_step  # noqa: E402
 from worker.warm_up import warm_up  # noqa: E402
 
 RAW: dict[str, Any] = dict(architectures=["Qwen3ForCausalLM"], vocab_size=320, hidden_size=64, intermediate_size=96,
@@ -144,6 +146,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
         patch.setattr(torch.Tensor, "numpy", numpy)
         patch.setattr(torch.Tensor, "cpu", copied)
         patch.setattr(torch.Tensor, "copy_", copy)
+        patch.setattr(torch.Tensor, "__invert__", lambda tensor: torch.bitwise_not(tensor))
         patch.setattr(torch.Tensor, "__getitem__", pick)
         patch.setattr(torch.Tensor, "__setitem__", put)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
@@ -156,7 +159,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
                          graph_pool_handle=lambda: None, get_device_properties=lambda device: chip)
         for name, value in stand_ins.items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(gpu_in_process, "get_backend", lambda name, device: TritonBackend())
+        patch.setattr(gpu_in_process, "get_backend", lambda name, device: {"triton": TritonBackend,
+                                                                           "reference": ReferenceBackend}[name]())
         patch.setattr(decode_graphs.DecodeGraphs.__init__, "__defaults__",
                       (lambda run, pool: (run(), types.SimpleNamespace(replay=run))[1],))
         mode = FakeTensorMode()
@@ -234,3 +238,21 @@ def test_drafts_are_verified_and_blocks_of_wrong_ones_given_back(monkeypatch):
         engine.runner.drafter = NgramDrafter(4, 4, 2)
         engine.run([[5, 6] * 10, [0, 0, 7] * 9], 40)
         assert engine.core.scheduler.stats.num_draft_tokens > 0
+
+
+def test_the_reference_backend_computes_where_its_pool_is(monkeypatch):
+    """With batches made on the host."""
+    with fake_cuda(monkeypatch):
+        engine = make_engine(RAW, backend="reference")
+        engine.run([[5] * n for n in (1, 30, 90)], 5, temperature=0.5, logprobs=1)
+        assert len(engine.plans) > 4
+
+
+def test_the_largest_step_and_its_pool(monkeypatch):
+    with fake_cuda(monkeypatch):
+        engine = make_engine(RAW)
+        runner = engine.runner
+        step, dummy_bytes = largest_step(runner.model, runner.backend, 16, torch.bfloat16, 64, 300, "cuda:0")
+        with torch.inference_mode():
+            assert step().shape == (64, 320)
+        assert dummy_bytes == 2 * 2 * (4 + 2) * 16 * 2 * 16 * 2
