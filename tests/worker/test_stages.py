@@ -19,7 +19,7 @@ from worker.batch import BatchBuilder
 from worker.request_state import RequestState
 from worker.sampling.jit_threads import load
 from worker.sampling.logprobs import compute_logprobs
-from worker.sampling.masks import apply_bitmask
+from worker.sampling.masks import BadWords, apply_bitmask, bad_tokens
 from worker.sampling.processors import register
 from worker.sampling.sampler import Sampler
 from worker.sampling.step import StepResult, StepSampler
@@ -305,3 +305,26 @@ def test_failures_stay_with_their_rows() -> None:
     assert result.bad_rows.tolist() == [3]
     assert result.tokens[:4].tolist() == [-1] * 4 and result.tokens[4] >= 0
     assert [news.row for news in result.logprobs] == [4]
+
+
+def test_bad_words_of_any_lengths_are_found_as_a_plain_search_finds_them() -> None:
+    """The words of a row, and rows, differ in length; an output may be shorter than a word, and a prompt's end does not
+    count."""
+    draw = np.random.default_rng(3)
+    for _ in range(200):
+        count = int(draw.integers(1, 6))
+        lists = [[draw.integers(0, 3, draw.integers(1, 5)).tolist() for _ in range(draw.integers(1, 5))]
+                 for _ in range(count)]
+        tokens, rows = draw.integers(0, 3, (7, 9)).astype(np.int32), draw.permutation(7)[:count]
+        begins = draw.integers(1, 6, count)
+        ends = begins + draw.integers(0, 4, count)
+        entries = draw.permutation(20)[:count].tolist()
+        words = [BadWords.of(found) for found in lists]
+        found = bad_tokens(entries, [one for one in words if one is not None], tokens, rows, begins, ends)
+        expected = set()
+        for i, own in enumerate(lists):
+            output = tokens[rows[i], begins[i]:ends[i]].tolist()
+            expected |= {(entries[i], word[-1]) for word in own if len(word) - 1 <= len(output)
+                         and output[len(output) - len(word) + 1:] == word[:-1]}
+        assert set(zip(*map(np.ndarray.tolist, found))) == expected
+    assert BadWords.of([]) is None

@@ -4,6 +4,7 @@ Imported only where there is a CUDA device (or Triton's interpreter). Does not k
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +43,14 @@ def penalise_rows(logits: Tensor, entries: np.ndarray, lengths: np.ndarray, ids:
         entries.astype(np.int32), starts.astype(np.int32), ids.astype(np.int32), used.astype(np.int32),
         factors.astype(np.float32)], logits.device)
     penalise(logits, rows, places, tokens, times, by, longest=int(lengths.max(initial=0)))
+
+
+def keep_only(logits: Tensor, entries: np.ndarray, ids: Sequence[np.ndarray]) -> None:
+    """Row entries[i] keeps its tokens ids[i]; the others become -inf. In place."""
+    row, token = np.repeat(np.arange(len(ids)), [len(kept) for kept in ids]), np.concatenate(ids)
+    words = np.zeros((len(ids), -(-logits.shape[1] // 32)), np.uint32)
+    np.bitwise_or.at(words, (row, token // 32), np.uint32(1) << (token % 32).astype(np.uint32))
+    mask_bits(logits, *upload([entries.astype(np.int32), words.view(np.int32)], logits.device))
 
 
 def logprobs_of(logits: Tensor, targets: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ipc.errors import INVALID
 from ipc.sampling_params import SamplingParams
+from worker.sampling.masks import BadWords
 from worker.sampling.penalties import PenaltyCounts
 from worker.sampling.processors import Processor, find
 
@@ -41,7 +42,7 @@ class RowOptions:
                                                params.presence_penalty)
         self.allowed = None if params.allowed_token_ids is None else np.unique(
             np.array(params.allowed_token_ids, np.int64))
-        self.bad_words = [np.array(word, np.int32) for word in params.bad_words_token_ids]
+        self.bad_words = BadWords.of(params.bad_words_token_ids)
         self.num_logprobs = -1 if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.pooling, self.normalize = params.pooling, params.pooling_normalize
@@ -50,7 +51,8 @@ class RowOptions:
         self.grammar: RowGrammar | None = None          # made by worker/sampling/grammar.py
         self.grammar_key = b"" if self.structured_outputs is None else msgspec.msgpack.encode(self.structured_outputs)
         self.changes_logits = bool(self.processors or len(self.bias_ids) or self.penalty_slot >= 0
-                                   or self.allowed is not None or self.bad_words or self.structured_outputs is not None)
+                                   or self.allowed is not None or self.bad_words is not None
+                                   or self.structured_outputs is not None)
 
     @staticmethod
     def of(params: SamplingParams, penalties: PenaltyCounts) -> RowOptions | None:

@@ -18,12 +18,14 @@ from worker.sampling.row_options import RowOptions
 if TYPE_CHECKING:
     from worker.request_state import RequestState
 
+NO_PAIRS = np.empty(0, np.int64), np.empty(0, np.int32)
+
 # (index into the step's rows, options of that row)
 Entries = list[tuple[int, RowOptions]]
 
 
 def apply_stages(logits: Tensor, state: RequestState, rows: np.ndarray, entries: Entries,
-                 kernels: RowKernels | None) -> tuple[list[int], list[int]]:
+                 kernels: RowKernels | None) -> tuple[np.ndarray, np.ndarray]:
     """Change logits [L, V] of the rows with options, in place. Returns pairs (entry, token) that bad words exclude.
 
     A processor that raises ends its own request: `failure` of the options says why.
@@ -36,17 +38,15 @@ def apply_stages(logits: Tensor, state: RequestState, rows: np.ndarray, entries:
     if penalised:
         index, slots = np.array(penalised, np.int64).T.copy()
         state.penalties.apply(logits, index, rows[index], slots, state.tokens, state.known, state.num_prompt, kernels)
-    masked_entries: list[int] = []
-    masked_ids: list[int] = []
-    for i, options in entries:
-        if options.allowed is not None:
-            keep_only(logits, i, options.allowed)
-        if options.bad_words:
-            row = int(rows[i])
-            bad = bad_tokens(options.bad_words, state.tokens[row, state.num_prompt[row]:state.known[row]])
-            masked_entries += [i] * len(bad)
-            masked_ids += bad
-    return masked_entries, masked_ids
+    limited = [(i, o.allowed) for i, o in entries if o.allowed is not None]
+    if limited:
+        keep_only(logits, [i for i, _ in limited], [ids for _, ids in limited])
+    with_words = [(i, o.bad_words) for i, o in entries if o.bad_words is not None]
+    if not with_words:
+        return NO_PAIRS
+    at = rows[[i for i, _ in with_words]]
+    return bad_tokens([i for i, _ in with_words], [words for _, words in with_words], state.tokens, at,
+                      state.num_prompt[at], state.known[at])
 
 
 def _run_processors(logits: Tensor, state: RequestState, rows: np.ndarray, entries: Entries) -> None:

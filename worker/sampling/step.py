@@ -101,8 +101,8 @@ class StepSampler:
             raw = {i: logits[i].clone() for i, o in entries
                    if o.num_logprobs >= 0 and (o.changes_logits or i in changed)}
             more_rows, more_ids = apply_stages(logits, state, rows, entries, self.sampler.kernels)
-            masked_rows = np.concatenate([masked_rows, np.array(more_rows, np.int64)])
-            masked_ids = np.concatenate([masked_ids, np.array(more_ids, np.int64)])
+            masked_rows = np.concatenate([masked_rows, more_rows])
+            masked_ids = np.concatenate([masked_ids, more_ids])
         words, word_index = (NO_WORDS, NO_ROWS) if self.mask is None else self.mask(rows, logits.shape[1])
         sampled = self.sampler.sample(logits, SamplingColumns(
             temperature=state.temperature[rows], top_k=state.top_k[rows], top_p=state.top_p[rows],

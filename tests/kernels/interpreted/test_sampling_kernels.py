@@ -11,6 +11,7 @@ from worker.kernels.logprobs import chosen_logprobs, chosen_logprobs_reference
 from worker.kernels.sample_rows import BAD, EMPTY, kept_reference, sample_rows, sample_rows_reference
 from worker.sampling import placement
 from worker.sampling.logprobs import Logprobs, compute_logprobs
+from worker.sampling.masks import keep_only
 from worker.sampling.penalties import PenaltyCounts
 from worker.sampling.sampler import Sampler, SampleResult, SamplingColumns
 
@@ -131,6 +132,7 @@ def test_the_samplers_stages_give_on_the_device_what_torch_gives(every: int, mon
             penalties.take(1.3, 0.2, 0.4)
         penalties.apply(logits, index, index, index, tokens, known, known // 2, None)
         told = compute_logprobs(logits[:3], tokens[:3, 0], np.full(3, 3), None)
+        keep_only(logits, [0, 2], [np.arange(0, width, 3), np.array([0, 31, 32, 450, width - 1])])
         return Sampler(use_kernels=False).sample(logits, params), logits, told
     expected, changed, told = run()
     monkeypatch.setattr(placement, "on_device", lambda logits: True)
