@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ipc.errors import INVALID
-from ipc.messages import FINISH_ERROR, Outputs
+from ipc.messages import FINISH_ERROR, FINISH_STOP, Outputs
 from bench.simulation import VOCAB, unpack
 from tests.equivalence.test_milestone import RealEngine
 from worker.sampling.processors import register
@@ -48,7 +48,18 @@ FEATURES: dict[str, dict[str, Any]] = {
     "prompt-logprobs": dict(prompt_logprobs=3),
     "pool-last": dict(pooling="last", max_tokens=1),
     "pool-mean": dict(pooling="mean", max_tokens=1),
+    "tiny-temperature": dict(temperature=1e-30),
+    "filters": dict(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01),
+    "choice": dict(temperature=1.0, choice=3),
+    "stop-ids": dict(temperature=1.0, stop_token_ids=list(range(0, VOCAB, 9)), max_tokens=40),
+    "eos": dict(temperature=1.0, ignore_eos=False, max_tokens=40),
+    "eos-min-tokens": dict(temperature=1.0, ignore_eos=False, min_tokens=7, max_tokens=40),
+    "all": dict(temperature=1.2, top_k=30, top_p=0.95, min_p=0.001, repetition_penalty=1.2, presence_penalty=0.3,
+                frequency_penalty=0.2, logit_bias={7: 2.0}, allowed_token_ids=list(range(0, VOCAB, 2)),
+                bad_words_token_ids=[[4], [6, 8]], min_tokens=3, stop_token_ids=[2], logprobs=2, prompt_logprobs=1,
+                logits_processors=["ban-last"]),
 }
+EOS = tuple(range(5, VOCAB, 9))
 MODES = list(itertools.product([False, True], ["recompute", "swap"], [True, False]))
 
 
@@ -74,7 +85,8 @@ class ExtrasEngine(RealEngine):
 
     def __init__(self, *, exact: bool = True, **options: Any) -> None:
         self.extras: dict[int, dict[tuple[str, int], Any]] = collections.defaultdict(dict)
-        super().__init__("cpu", **options)
+        super().__init__("cpu", eos=EOS, **options)
+        self.worker.sampler.eos_token_ids = list(EOS)
         if exact:
             model = TableModel(self.worker.model)
             self.worker.model = model
@@ -148,6 +160,16 @@ def test_every_parameter_gives_in_every_mode_what_it_gives_alone(is_async, preem
     state.clear()                               # the last rows leave with the next plan
     assert not state.num_with_options and not state.penalties.counts.any()
     assert len(state.penalties._free) == state.penalties.num_slots <= 6
+
+
+def test_requests_that_may_stop_early_do_so_in_the_matrix():
+    names = dict(enumerate(FEATURES, 1))
+    ends = {names[request_id]: found for request_id, found in alone().items()}
+    for name in ("stop-ids", "eos", "eos-min-tokens"):
+        tokens, _, reason, stop_token, _ = ends[name]
+        assert reason == FINISH_STOP and tokens[-1] == stop_token
+        assert stop_token in (EOS if name.startswith("eos") else FEATURES[name]["stop_token_ids"])
+    assert len(ends["eos-min-tokens"][0]) >= 7 and set(ends["eos-min-tokens"][0][:6]).isdisjoint(EOS)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 8])
