@@ -6,6 +6,7 @@ Field names are vLLM's. Knows no sockets and no HTTP.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -37,6 +38,7 @@ class CompletionOutput:
     logprobs: list[Logprobs] | None = None      # one entry per entry of token_ids, when asked for
     cumulative_logprob: float | None = None     # of all tokens so far
     num_echoed: int = 0                         # of token_ids: the prompt's, which `echo` put in front
+    all_token_ids: Sequence[int] = ()           # also with "delta" all so far; the engine client's own: only to read
 
 
 @dataclasses.dataclass(slots=True)

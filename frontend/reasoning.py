@@ -5,7 +5,8 @@ its chat template.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Callable, Iterable, Sequence
 
 from frontend.tools.scanner import held_back
 
@@ -25,6 +26,12 @@ class ReasoningSplitter:
         self._state = "thinking" if is_open else "start"
         self._buffer = ""
         self._trims = is_open                   # blanks at the beginning of a part are dropped
+        self.has_thoughts = is_open
+
+    @property
+    def is_thinking(self) -> bool:
+        """The closing tag has not come."""
+        return self._state == "thinking"
 
     def feed(self, text: str, is_final: bool = False) -> tuple[str, str]:
         """(thoughts, answer) that are new."""
@@ -34,7 +41,7 @@ class ReasoningSplitter:
             stripped = self._buffer.lstrip(BLANKS)
             if stripped.startswith(BEGIN):
                 self._buffer = stripped[len(BEGIN):]
-                self._state, self._trims = "thinking", True
+                self._state, self._trims, self.has_thoughts = "thinking", True, True
             elif is_final or (stripped and not BEGIN.startswith(stripped)):
                 self._state = "answer"
         if self._state == "thinking":
@@ -60,3 +67,9 @@ class ReasoningSplitter:
         else:
             self._buffer = "" if is_final else self._buffer[len(thoughts):]
         return thoughts
+
+
+def num_thinking_tokens(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
+    """Tokens of an output that begins with thoughts, up to the one that completes the closing tag."""
+    last = bisect.bisect_left(range(len(token_ids)), True, key=lambda last: END in decode(token_ids[:last + 1]))
+    return min(last + 1, len(token_ids))

@@ -123,7 +123,7 @@ class Choice:
             self.text += text
             text = self.text
         return CompletionOutput(self.index, text, tokens, self.finish_reason, self.stop_reason, logprobs,
-                                None if logprobs is None else self.cumulative_logprob)
+                                None if logprobs is None else self.cumulative_logprob, 0, self.token_ids)
 
 
 def read_logprobs(news: TokenLogprobs, tokenizer: Tokenizer) -> Logprobs:

@@ -12,6 +12,11 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int                          # given by the prefix cache
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """What completion tokens are."""
+    reasoning_tokens: int                       # thoughts and their tags
+
+
 class Timings(msgspec.Struct):
     """Where the time of a call went, milliseconds; of several prompts, each part of the one that took longest."""
     tokenize_ms: float
@@ -26,6 +31,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET      # of a model that thinks
     timings: Timings | msgspec.UnsetType = msgspec.UNSET        # when asked for
 
 

@@ -116,12 +116,13 @@ async def create_message(exchange: Exchange, engine: EngineLike) -> None:
     if request.stream:
         await _stream(exchange, call, parts)
         return
-    [(choice, reason)], usage, _ = await collect_answer(exchange, [call.run("final")], 1)
+    [(choice, reason)], counter, _ = await collect_answer(exchange, [call.run("final")], 1)
     blocks = Blocks()
     _feed(blocks, parts, choice.text, True)
     if not blocks.blocks:
         blocks.open_text()
     blocks.close()
+    usage = counter.usage()
     cached = usage.prompt_tokens_details.cached_tokens
     answer = MessagesAnswer(call.id, engine.served_model_name, blocks.blocks, *stop_of(choice, reason, blocks),
                             MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached))

@@ -5,6 +5,7 @@ What is inside a message is judged by the chat template's module; here only role
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from typing import Any
 
@@ -70,12 +71,13 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
             lambda index, choice: encode_logprobs(_chat_logprobs(writers[index], choice))) if writers else None,
             parts_of, pusher)
         return
-    choices, usage, last = await collect_answer(exchange, [stream], n)
+    found, counter, last = await collect_answer(exchange, [stream], n, parts_of)
     with_ids = bool(request.return_token_ids)
-    answer = ChatResponse(head.id, head.created, head.model, head.fingerprint, [
-        _choice(index, choice, reason, _chat_logprobs(writers[index], choice) if writers else None,
-                None if parts_of is None else parts_of(index), with_ids)
-        for index, (choice, reason) in enumerate(choices)], usage,
+    choices = [_choice(index, choice, reason, _chat_logprobs(writers[index], choice) if writers else None,
+                       None if parts_of is None else parts_of(index), with_ids)
+               for index, (choice, reason) in enumerate(found)]
+    answer = ChatResponse(
+        head.id, head.created, head.model, head.fingerprint, choices, counter.usage(exchange.returns_timings),
         prompt_logprobs=prompt_logprobs_of(last[0], request.prompt_logprobs is not None),
         prompt_token_ids=prompt_ids_of(last[0], with_ids))
     await exchange.reply(200, msgspec.json.encode(answer))
@@ -122,7 +124,8 @@ def make_parts(engine: EngineLike, params: SamplingParams, tools: ToolUse | None
     def parts_of(index: int) -> ChoiceParts:
         if index not in made:
             made[index] = ChoiceParts(ReasoningSplitter(is_open) if thinks else None,
-                                      tools.scanner() if tools is not None else None, shows_reasoning)
+                                      tools.scanner() if tools is not None else None, shows_reasoning,
+                                      functools.partial(engine.tokenizer.decode, skip_special_tokens=False))
         return made[index]
     return parts_of
 

@@ -5,12 +5,12 @@ One splitter for each choice; the same one serves both kinds of answer, so they 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from frontend.openai.answers import AnswerMessage, FunctionCall, ToolCall
-from frontend.reasoning import ReasoningSplitter
+from frontend.reasoning import ReasoningSplitter, num_thinking_tokens
 from frontend.tools.scanner import CallDelta, Piece, Scanner
 
 
@@ -35,12 +35,19 @@ class Delta(msgspec.Struct, omit_defaults=True):
     tool_calls: list[ToolCallDelta] = []
 
 
+def no_text(_: Sequence[int]) -> str:
+    """Where nothing thinks."""
+    return ""
+
+
 @dataclasses.dataclass(slots=True)
 class ChoiceParts:
-    """Of one choice. `shows_reasoning`: false drops it."""
+    """Of one choice. `shows_reasoning`: false drops it. `decode`: of token ids, special ones too."""
     reasoning: ReasoningSplitter | None = None
     tools: Scanner | None = None
     shows_reasoning: bool = True
+    decode: Callable[[Sequence[int]], str] = no_text
+    num_thinking: int = -1                      # tokens until the thoughts ended; -1: not counted
 
     def feed(self, text: str, is_final: bool) -> bytes | None:
         """The JSON of the next delta; None: nothing to tell yet."""
@@ -58,6 +65,17 @@ class ChoiceParts:
         calls = [ToolCall(piece.id or "", FunctionCall(piece.name or "", piece.arguments)) for piece in joined(pieces)]
         return AnswerMessage("assistant", content if content or not calls else None, tool_calls=calls,
                              reasoning_content=thoughts or None)
+
+    def reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """Of the output so far, whose text was fed: those of thoughts and their tags."""
+        splitter = self.reasoning
+        if splitter is None or not splitter.has_thoughts:
+            return 0
+        if splitter.is_thinking:
+            return len(token_ids)
+        if self.num_thinking < 0:
+            self.num_thinking = num_thinking_tokens(token_ids, self.decode)
+        return self.num_thinking
 
     def finish_reason(self, reason: str) -> str:
         """What ended the choice, as callers expect it."""

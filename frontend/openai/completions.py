@@ -62,14 +62,14 @@ async def create_completion(exchange: Exchange, engine: EngineLike) -> None:
             lambda index, choice: encode_logprobs(writers[index].completion(choice.token_ids, choice.logprobs or [])))
             if writers else None, None, pusher)
         return
-    choices, usage, last = await collect_answer(exchange, streams, n)
+    choices, counter, last = await collect_answer(exchange, streams, n)
     with_ids = bool(request.return_token_ids)
     answer = CompletionResponse(head.id, head.created, head.model, head.fingerprint, [
         CompletionChoice(index, choice.text, reason, choice.stop_reason,
                          writers[index].completion(choice.token_ids, choice.logprobs or []) if writers else None,
                          prompt_logprobs_of(last[index // n], request.prompt_logprobs is not None),
                          prompt_ids_of(last[index // n], with_ids), ids_of(choice, with_ids))
-        for index, (choice, reason) in enumerate(choices)], usage)
+        for index, (choice, reason) in enumerate(choices)], counter.usage(exchange.returns_timings))
     await exchange.reply(200, msgspec.json.encode(answer))
 
 

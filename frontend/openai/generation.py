@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 import msgspec
 
 from frontend.openai import sse
-from frontend.openai.answers import PromptTokensDetails, Timings, Usage
+from frontend.openai.answers import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 from frontend.openai.chat_parts import ChoiceParts, PartsOf
 from frontend.openai.engine import EngineLike
 from frontend.openai.errors import NotReadyError
@@ -82,7 +82,10 @@ def truncated(prompt: bytes, limit: int | None, engine: EngineLike, max_tokens: 
 class UsageCounter:
     """Tokens of one call; every output brings the counts of its prompt so far."""
 
-    def __init__(self, num_prompts: int) -> None:
+    def __init__(self, num_prompts: int, parts: PartsOf | None = None) -> None:
+        """parts: of the only prompt's choices; their reasoning tokens are counted."""
+        self._parts = parts
+        self._token_ids: dict[int, Sequence[int]] = {}
         self._prompt = [0] * num_prompts
         self._completion = [0] * num_prompts
         self._cached = [0] * num_prompts
@@ -94,12 +97,21 @@ class UsageCounter:
         self._completion[prompt_index] = output.usage_completion_tokens
         self._cached[prompt_index] = output.num_cached_tokens
         self._times[prompt_index] = output.metrics
+        if self._parts is not None:
+            for choice in output.outputs:
+                self._token_ids[choice.index] = choice.all_token_ids
 
     def usage(self, with_timings: bool = False) -> Usage:
-        """The sums."""
+        """The sums. Of a model that thinks: call when the text of the last `update` is in the parts."""
         prompt, completion = sum(self._prompt), sum(self._completion)
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(sum(self._cached)),
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(sum(self._cached)), self._details(),
                      self.timings() if with_timings else msgspec.UNSET)
+
+    def _details(self) -> CompletionTokensDetails | msgspec.UnsetType:
+        if self._parts is None or not self._token_ids or self._parts(0).reasoning is None:
+            return msgspec.UNSET
+        return CompletionTokensDetails(sum(self._parts(index).reasoning_tokens(ids)
+                                           for index, ids in self._token_ids.items()))
 
     def timings(self) -> Timings:
         """Until now."""
@@ -203,7 +215,7 @@ async def stream_answer(exchange: Exchange, request: GenerationRequest, head: An
     in_every_chunk = include_usage and options is not None and bool(options.continuous_usage_stats)
     encoder = sse.ChunkEncoder("chat" if is_chat else "completion", head.id, head.created, head.model,
                                head.fingerprint, include_usage)
-    counter = UsageCounter(len(streams))
+    counter = UsageCounter(len(streams), parts)
     exchange.is_stream = True
     awaiting_role = is_chat
     begun: set[int] = set()                 # choices of completions that had their first chunk
@@ -256,11 +268,11 @@ def _split_chunks(encoder: sse.ChunkEncoder, parts: ChoiceParts, index: int, cho
     return data
 
 
-async def collect_answer(exchange: Exchange, streams: Sequence[OutputStream], n: int
-                         ) -> tuple[list[tuple[CompletionOutput, str]], Usage, dict[int, RequestOutput]]:
-    """All choices in order, each with its finish_reason; the usage; the last output of each prompt. `streams` are of
-    kind "final" or "cumulative"."""
-    counter = UsageCounter(len(streams))
+async def collect_answer(exchange: Exchange, streams: Sequence[OutputStream], n: int, parts: PartsOf | None = None
+                         ) -> tuple[list[tuple[CompletionOutput, str]], UsageCounter, dict[int, RequestOutput]]:
+    """All choices in order, each with its finish_reason; their counts; the last output of each prompt. `streams` are of
+    kind "final" or "cumulative"; `parts` will be fed by the caller."""
+    counter = UsageCounter(len(streams), parts)
     last: dict[int, RequestOutput] = {}
     choices: dict[int, CompletionOutput] = {}
     async with exchange.watch(), contextlib.aclosing(merge(streams)) as news:
@@ -274,4 +286,4 @@ async def collect_answer(exchange: Exchange, streams: Sequence[OutputStream], n:
     if exchange.returns_timings:
         exchange.headers.append(counter.server_timing())
     found = [(choices[index], checked_finish(choices[index])) for index in sorted(choices)]
-    return found, counter.usage(exchange.returns_timings), last
+    return found, counter, last

@@ -17,6 +17,7 @@ import msgspec
 
 from frontend.openai.answers import Usage
 from frontend.openai.chat_call import ChatCall, make_call
+from frontend.openai.chat_parts import ChoiceParts
 from frontend.openai.dialect import OPENAI
 from frontend.openai.engine import EngineLike
 from frontend.openai.errors import ErrorInfo, describe
@@ -59,6 +60,10 @@ class _Run:
         self.items = OutputItems()
         self.parts = call.parts()
         self.entry = StoredResponse(body, msgspec.json.encode(messages))
+
+    def parts_of(self, _: int) -> ChoiceParts:
+        """There is one choice."""
+        return self.parts
 
     def feed(self, text: str, is_final: bool) -> bytes:
         """New text of the answer; the events that tell of it."""
@@ -123,9 +128,9 @@ async def create_response(store: ResponseStore, exchange: Exchange, engine: Engi
         await _stream(exchange, run)
         return
     else:
-        [(choice, reason)], usage, _ = await collect_answer(exchange, [call.run("final")], 1)
+        [(choice, reason)], counter, _ = await collect_answer(exchange, [call.run("final")], 1, run.parts_of)
         run.feed(choice.text, True)
-        run.finish(reason, usage)
+        run.finish(reason, counter.usage(exchange.returns_timings))
     await exchange.reply(200, msgspec.json.encode(body))
 
 
@@ -158,7 +163,7 @@ async def _stream(exchange: Exchange, run: _Run) -> None:
 
     exchange.is_stream = True
     exchange.dialect = OPENAI._replace(events=error_events)
-    counter = UsageCounter(1)
+    counter = UsageCounter(1, run.parts_of)
     is_started = False
     async with exchange.watch(), contextlib.aclosing(run.call.run("delta")) as outputs:
         async for output in outputs:
@@ -177,7 +182,7 @@ async def _stream(exchange: Exchange, run: _Run) -> None:
 
 async def _run_in_background(run: _Run) -> None:
     """To its end, whatever the client does meanwhile; the outcome is in the store."""
-    counter = UsageCounter(1)
+    counter = UsageCounter(1, run.parts_of)
     try:
         async with contextlib.aclosing(run.call.run("final")) as outputs:
             async for output in outputs:

@@ -141,8 +141,10 @@ class DeletedResponse(msgspec.Struct):
 
 def usage_of(usage: Usage) -> ResponseUsage:
     """The counts under this API's names."""
+    details = usage.completion_tokens_details
+    thinking = 0 if isinstance(details, msgspec.UnsetType) else details.reasoning_tokens
     return ResponseUsage(usage.prompt_tokens, InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
-                         usage.completion_tokens, OutputTokensDetails(), usage.total_tokens)
+                         usage.completion_tokens, OutputTokensDetails(thinking), usage.total_tokens)
 
 
 def effort_of(reasoning: dict[str, Any] | None) -> str | None:

@@ -17,13 +17,16 @@ from ipc.sampling_params import SamplingParams
 
 MODEL = "org/tiny"
 CREATED = 1_700_000_000
+SCRIPT_ID = 1000
 
 
 class ByteTokenizer:
-    """One token per byte; `bos` is put in front when the caller asks for special tokens."""
+    """One token per byte; `bos` is put in front when the caller asks for special tokens. `script`: tokens from
+    SCRIPT_ID on."""
 
     def __init__(self, bos: int | None = None) -> None:
         self.bos = bos
+        self.script: list[str] = []
 
     special_ids: frozenset[int] = frozenset()
 
@@ -37,6 +40,8 @@ class ByteTokenizer:
         return array("i", ids).tobytes()
 
     def decode(self, token_ids: Sequence[int] | bytes, skip_special_tokens: bool = True) -> str:
+        if token_ids and min(token_ids) >= SCRIPT_ID:
+            return "".join(self.script[token - SCRIPT_ID] for token in token_ids)
         if token_ids and max(token_ids) > 259:
             raise RequestError(f"token ids must be 0 to 259; found {max(token_ids)}")
         return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace")
@@ -143,6 +148,7 @@ class FakeLLM:
         seed = params.seed
         if seed is None:
             seed = self._drawn_seeds = self._drawn_seeds + 1
+        self.tokenizer.script = self.script or []
         texts, done = [""] * params.n, [False] * params.n
         limit = min(params.max_tokens or self.max_model_len, self.max_model_len - len(ids))
         num_tokens = position = 0
@@ -169,7 +175,8 @@ class FakeLLM:
                     text = after[len(before):] if output_kind == "delta" else after
                     if sink is not None and reason is None and sink(choice, text):
                         continue
-                    news.append(CompletionOutput(choice, text, [], reason, stop))
+                    told = [] if self.script is None else range(SCRIPT_ID, SCRIPT_ID + position + 1)
+                    news.append(CompletionOutput(choice, text, [], reason, stop, all_token_ids=told))
                 position += 1
                 is_complete = all(done)
                 if output_kind != "final" or is_complete or any(item.finish_reason for item in news):

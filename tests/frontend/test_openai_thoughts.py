@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from frontend.openai.app import build_app
-from tests.frontend.fake_llm import FakeLLM, post
+from tests.frontend.fake_llm import FakeLLM, events, post
 from tests.frontend.test_openai_anthropic import parse_events as message_events
 from tests.frontend.test_openai_responses import parse_events as response_events
 from tests.frontend.test_openai_tools import CALL, answering
@@ -116,3 +116,44 @@ def test_a_response_that_is_continued_brings_its_thoughts() -> None:
         return await post(app, "/v1/responses", {**RESPONSES, "previous_response_id": first.json()["id"]})
     assert asyncio.run(task()).status_code == 200
     assert llm.chats[1][0][1] == {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
+
+
+THOUGHT = "<think>\nabc\n</think>\n\nThere."       # 20 characters to the end of the closing tag
+
+
+@pytest.mark.parametrize("size, tokens", [(1, 20), (5, 4), (400, 1)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_says_how_many_tokens_were_thoughts(size: int, tokens: int, stream: bool) -> None:
+    """The token that completes the closing tag counts, also with what it has behind it."""
+    chat = {"messages": PLAIN["messages"], "stop": "\0", "max_tokens": 500, "n": 2}
+    if stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer = ask("/v1/chat/completions", chat, THOUGHT, size)
+    usage = (events(answer)[-1] if stream else answer.json())["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * tokens}
+    answer = respond(text=THOUGHT, size=size, stream=stream)
+    response = response_events(answer.text)[-1]["response"] if stream else answer.json()
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": tokens}
+
+
+@pytest.mark.parametrize("text, count", [("There.", 0), ("<think>on and on", 4), ("<think></think>x", 15)])
+def test_without_thoughts_none_are_counted_and_unended_ones_count_all(text: str, count: int) -> None:
+    fields = {"messages": PLAIN["messages"], "stop": "\0", "max_tokens": 4 if "on" in text else 500}
+    usage = ask("/v1/chat/completions", fields, text, 4 if "on" in text else 1).json()["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == count
+    plain = asyncio.run(post(build_app(answering(text, False)), "/v1/chat/completions", fields)).json()["usage"]
+    assert "completion_tokens_details" not in plain
+
+
+def test_a_background_response_counts_its_thoughts() -> None:
+    async def task() -> dict[str, Any]:
+        app = build_app(answering(THOUGHT, True, 1))
+        made = (await post(app, "/v1/responses", {**RESPONSES, "background": True})).json()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
+            for _ in range(500):
+                await asyncio.sleep(0.01)
+                made = (await client.get(f"/v1/responses/{made['id']}")).json()
+                if made["status"] != "in_progress":
+                    break
+        return made
+    assert asyncio.run(task())["usage"]["output_tokens_details"] == {"reasoning_tokens": 20}
