@@ -62,7 +62,7 @@ class RowKernels:
 
         def part(begin: int, end: int) -> None:
             self.kernels.greedy_rows(flat, stride, width, begin, end, words, index, self._scratch(width), *results)
-        self._run(part, count, width)
+        self.share(part, count, width)
         return results
 
     def sample(self, x: np.ndarray, width: int, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray,
@@ -80,7 +80,7 @@ class RowKernels:
         def part(begin: int, end: int) -> None:
             self.kernels.sample_rows(flat, stride, width, begin, end, words, index, *columns, self._scratch(width),
                                      *results)
-        self._run(part, count, width)
+        self.share(part, count, width)
         return results
 
     def logprobs(self, x: np.ndarray, targets: np.ndarray, num_top: np.ndarray
@@ -95,7 +95,7 @@ class RowKernels:
         def part(begin: int, end: int) -> None:
             self.logprob_rows(flat, stride, width, begin, end, targets, num_top, self._scratch(width), ids, values,
                               ranks)
-        self._run(part, count, width)
+        self.share(part, count, width)
         return ids, values, ranks
 
     def penalise(self, x: np.ndarray, *columns: np.ndarray) -> None:
@@ -116,7 +116,8 @@ class RowKernels:
             kept = self._local.scratch = room[at:], width
         return kept[0]
 
-    def _run(self, part: Callable[[int, int], None], count: int, width: int) -> None:
+    def share(self, part: Callable[[int, int], None], count: int, width: int) -> None:
+        """part(begin, end) over rows of so many logits, by as many threads as are worth it."""
         threads = 1 if count == 1 else min(_num_threads or torch.get_num_threads(), count,
                                            max(1, count * width // WORTH_A_THREAD))
         if threads <= 1:
