@@ -1,12 +1,14 @@
 """Hostile grammars: how soon each is answered, and what the streams of others notice.
 
-    python launch.py bench grammars [--streams 8] [--step-ms 20] [--seconds 30]
+    python launch.py bench grammars [--streams 8] [--step-ms 20] [--seconds 30] [--rounds 8]
 
 A real engine with a tiny model, whose worker sleeps a step's time in place of computing it, so that the figure shows
 interference and not two busy cores. Streams run first alone, then while every hostile grammar is sent, one after the
-other, then every one that only looks hostile; in turns, so that the machine's other work meets all three. The latter
-may be accepted; of each one token is asked. Prints the slowest answers and one JSON object last; status 1 if a hostile
-one is accepted, or one of either took more than 2.5 s or failed.
+other, then every one that only looks hostile; in rounds, so that the machine's other work meets all three and each has
+about as many steps: the p99 of a few hundred is a matter of luck. Each round writes the grammars a little differently,
+so that none is remembered. Those that only look hostile may be accepted; of each one token is asked. Prints the slowest
+answers and one JSON object last; status 1 if a hostile one is accepted, one of either took more than 2.5 s or failed,
+or the p99 gap of the streams rises by more than 10 %.
 """
 from __future__ import annotations
 
@@ -27,7 +29,6 @@ from ipc.errors import RequestError
 
 LIMIT_S = 2.5
 MAX_RISE = 0.10
-TURNS = 4
 Answers = dict[str, tuple[float, str]]
 
 
@@ -78,10 +79,19 @@ async def answer(llm: AsyncLLM, form: Form) -> tuple[float, str]:
     return time.monotonic() - began, what
 
 
-async def answer_all(llm: AsyncLLM, forms: list[Named], answers: Answers) -> None:
-    """One after the other."""
+def variant(form: Form, number: int) -> Form:
+    """The same grammar in other letters: blanks behind texts, groups around a regex."""
+    (kind, text), = form.items()
+    if not isinstance(text, str) or not number:
+        return form
+    return {kind: "(?:" * number + text + ")" * number if kind == "regex" else text + " " * number}
+
+
+async def answer_all(llm: AsyncLLM, forms: list[Named], number: int, answers: Answers) -> None:
+    """One after the other. Of several rounds the slowest answer stays."""
     for name, form in forms:
-        answers[name] = await answer(llm, form)
+        found = await answer(llm, variant(form, number))
+        answers[name] = max(answers.get(name, found), found, key=lambda one: one[0])
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -91,18 +101,19 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     gaps: dict[str, list[float]] = {"calm": [], **{name: [] for name in lists}}
     with tempfile.TemporaryDirectory() as folder:
         async with AsyncLLM(model=write_tiny_model(Path(folder)), max_num_seqs=args.streams + 4,
+                            batch_invariant=True,           # waits for the kernels: none is compiled beside the streams
                             logits_processor=["sleep=bench.grammars:sleep_a_step"]) as llm:
             await answer(llm, {"regex": "warm"})
             streams = Streams(llm, args.step_ms)
             tasks = [asyncio.create_task(streams.run(seed)) for seed in range(args.streams)]
             await asyncio.sleep(2.0)
             streams.is_measured = True
-            for turn in range(TURNS):
+            for number in range(args.rounds):
                 streams.take()
-                await asyncio.sleep(args.seconds / TURNS)
+                await asyncio.sleep(args.seconds / args.rounds)
                 gaps["calm"] += streams.take()
                 for name, forms in lists.items():
-                    await answer_all(llm, forms[turn::TURNS], answers[name])
+                    await answer_all(llm, forms, number, answers[name])
                     gaps[name] += streams.take()
             for task in tasks:
                 task.cancel()
@@ -115,7 +126,8 @@ def report(answers: dict[str, Answers], gaps_ms: dict[str, list[float]]) -> dict
     p50, p99, longest = ({name: round(float(np.percentile(found, q)), 2) for name, found in gaps_ms.items()}
                          for q in (50, 99, 100))
     result: dict[str, Any] = {"benchmark": "grammars", "limit_s": LIMIT_S, "max_rise": MAX_RISE, "itl_p50_ms": p50,
-                              "itl_p99_ms": p99, "itl_max_ms": longest}
+                              "itl_p99_ms": p99, "itl_max_ms": longest,
+                              "num_gaps": {name: len(found) for name, found in gaps_ms.items()}}
     for kind, found in answers.items():
         for name, (seconds, what) in sorted(found.items(), key=lambda item: -item[1][0])[:8]:
             print(f"{kind:8} {name[:50]:50} {seconds:6.2f} s  {what}")
@@ -138,11 +150,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--step-ms", type=int, default=20, help="what a step of the worker takes")
     parser.add_argument("--seconds", type=float, default=30.0, help="of calm, in all")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--count", type=int, default=1000, help="only so many grammars of each list")
     found = asyncio.run(measure(parser.parse_args(argv)))
     print(json.dumps(found))
     both = [found["hostile"], found["harmless"]]
-    return int(any(kind["slowest_s"] > LIMIT_S or kind["num_failed"] for kind in both) or both[0]["num_accepted"] > 0)
+    return int(both[0]["num_accepted"] > 0 or any(
+        kind["slowest_s"] > LIMIT_S or kind["num_failed"] or kind["itl_p99_rise"] > MAX_RISE for kind in both))
 
 
 if __name__ == "__main__":

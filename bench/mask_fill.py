@@ -1,9 +1,10 @@
 """What filling grammar masks costs per row, and how much of it a step still waits for behind its forward pass.
 
-    python launch.py bench mask-fill [--rows 1,32,256] [--forward-ms 10] [--steps 30]
+    python launch.py bench mask-fill [--rows 1,32,256] [--forward-ms 10,20] [--steps 30]
 
 Rows follow a JSON schema over a vocabulary of 151,936 made-up tokens, each at its own place. The forward pass is a
-sleep: what the device does meanwhile. Prints a line per number of rows and one JSON object last.
+sleep: what the device does meanwhile. Filling takes as many threads as there are cores, 16 at most, and what does not
+fit behind a forward pass is waited for. Prints a line per number of rows and one JSON object last.
 """
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import numpy as np
 from ipc.sampling_params import SamplingParams
 from ipc.structured_outputs import StructuredOutputs
 from worker.request_state import RequestState
-from worker.sampling.grammar import Grammars
+from worker.sampling.grammar import Grammars, num_fill_threads
 from worker.sampling.grammar_vocabulary import from_table
 from worker.sampling.row_options import RowOptions
 
@@ -84,16 +85,18 @@ def take_step(grammars: Grammars, state: RequestState, rows: np.ndarray, forward
     return ended - began, ended - waiting
 
 
-def measure(grammars: Grammars, count: int, forward_s: float, steps: int) -> dict[str, float]:
-    """Medians over steps: filling alone, and what is left of it behind a forward pass."""
+def measure(grammars: Grammars, count: int, forwards_s: list[float], steps: int) -> dict[str, Any]:
+    """Medians over steps, taken in turns: filling alone, and what is left of it behind each forward pass."""
     state, rows, draw = make_rows(grammars, count), np.arange(count), np.random.default_rng(1)
-    pairs = [(take_step(grammars, state, rows, 0.0, draw)[0], take_step(grammars, state, rows, forward_s, draw)[1])
-             for _ in range(steps)]
+    alone, waited = [], []
+    for _ in range(steps):
+        alone.append(take_step(grammars, state, rows, 0.0, draw)[0])
+        waited.append([take_step(grammars, state, rows, forward_s, draw)[1] for forward_s in forwards_s])
     if any(options.grammar.is_done for options in state.options[:count] if options is not None and options.grammar):
         raise RuntimeError("a row has ended; measure fewer steps")
-    alone, waited = np.median(np.array(pairs), axis=0).tolist()
-    return {"fill_us": round(1e6 * alone, 1), "fill_us_per_row": round(1e6 * alone / count, 1),
-            "waited_us": round(1e6 * waited, 1)}
+    fill = float(np.median(alone))
+    return {"fill_us": round(1e6 * fill, 1), "fill_us_per_row": round(1e6 * fill / count, 1),
+            "waited_us": [round(1e6 * value, 1) for value in np.median(np.array(waited), axis=0).tolist()]}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,16 +104,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch.py bench mask-fill", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,32,256")
-    parser.add_argument("--forward-ms", type=float, default=10.0)
+    parser.add_argument("--forward-ms", default="10,20")
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args(argv)
+    forwards = [float(ms) for ms in args.forward_ms.split(",")]
     grammars = Grammars(lambda: from_table(vocabulary(), [], [EOS]))
     sizes: dict[str, Any] = {}
     for count in map(int, args.rows.split(",")):
-        found = sizes[str(count)] = measure(grammars, count, args.forward_ms / 1000, args.steps)
+        found = sizes[str(count)] = measure(grammars, count, [ms / 1000 for ms in forwards], args.steps)
+        waited = ", ".join(f"behind {ms:g} ms {us:7.1f} us" for ms, us in zip(forwards, found["waited_us"]))
         print(f"{count:4} rows  filling {found['fill_us']:9.1f} us ({found['fill_us_per_row']:7.1f} a row)  waited for "
-              f"behind {args.forward_ms:g} ms: {found['waited_us']:7.1f} us", flush=True)
-    print(json.dumps({"benchmark": "mask fill", "vocab": VOCAB, "forward_ms": args.forward_ms, "rows": sizes}))
+              f"{waited}", flush=True)
+    print(json.dumps({"benchmark": "mask fill", "vocab": VOCAB, "threads": num_fill_threads(), "forward_ms": forwards,
+                      "rows": sizes}))
     return 0
 
 

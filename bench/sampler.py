@@ -58,7 +58,7 @@ def read_rows(x, stride, width, begin, end, words, index, scratch, tokens, bad, 
         total = np.float32(0.0)
         for i in range(stride * r, stride * r + width):
             total += x[i]
-        tokens[r], bad[r], empty[r] = 0, total != total, False
+        tokens[r], bad[r], empty[r] = 0, total > np.float32(1e30), False
 
 
 def reading_sampler(kernels: jit_threads.RowKernels) -> Sampler:

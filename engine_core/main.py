@@ -17,16 +17,16 @@ import zmq
 from engine_core.core import EngineCore
 from engine_core.nap import NAMES as NAP_NAMES
 from engine_core.nap import Nap
-from engine_core.profile_relay import NAMES as PROFILE_NAMES
-from engine_core.profile_relay import ProfileRelay
 from engine_core.recorder import ABORT_STEP, COMMIT, GONE, HANDLE, WORKER_LOST, NoRecorder, Recorder
 from engine_core.snapshot import Origin
+from engine_core.worker_relay import NAMES as RELAY_NAMES
+from engine_core.worker_relay import WorkerRelay
 from ipc.config import CoreProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import (EMPTY, HELLO, SERVING, Command, CommandReply, ConfigCore, EngineReady, HelloAck,
-                          ModelRunnerOutput, PeerDown, PeerUp, Phase, Profiled, Shutdown, Sleep, Slept, StepFailed,
-                          WorkerReady)
+from ipc.messages import (EMPTY, HELLO, SERVING, Command, CommandReply, ConfigCore, EngineReady, GrammarPrepared,
+                          HelloAck, ModelRunnerOutput, PeerDown, PeerUp, Phase, Profiled, Shutdown, Sleep, Slept,
+                          StepFailed, WorkerReady)
 from ipc.process import configure_logging
 from ipc.progress import PLANS, Progress
 from ipc.sockets import Link, Router
@@ -122,7 +122,7 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
     """Serve until Shutdown. `plans` says since when the worker owes an answer: one that is stopped cannot say so."""
     clock = time.monotonic_ns
     last_beat = clock()
-    relay, nap = ProfileRelay(), Nap()
+    relay, nap = WorkerRelay(), Nap()
     steps = core.step, core.committed_step
     has_worker = True                           # false between a worker's end and its successor's WorkerReady
     while not links.is_stopping:
@@ -138,7 +138,7 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
                 core.frontend_gone(number)
                 links.frontends.send(number, ready)
             else:
-                if isinstance(message, Command) and message.name in PROFILE_NAMES:
+                if isinstance(message, Command) and message.name in RELAY_NAMES:
                     rank0.send(relay.ask(number, message))
                     continue
                 if isinstance(message, Command) and message.name in NAP_NAMES:
@@ -165,7 +165,7 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
                     links.frontends.send(number, Phase("engine_core", SERVING, 1.0))
             elif isinstance(message, Slept):
                 links.tell(nap.slept())
-            elif isinstance(message, Profiled) and (told := relay.answer(message)) is not None:
+            elif isinstance(message, (Profiled, GrammarPrepared)) and (told := relay.answer(message)) is not None:
                 links.frontends.send(*told)
             elif isinstance(message, Phase):
                 for number in links.frontends.numbers.values():

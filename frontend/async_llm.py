@@ -25,6 +25,7 @@ import msgspec
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import EngineClient
 from frontend.grammar_check import GrammarChecker
+from frontend.grammar_prepare import GrammarPreparer
 from frontend.outputs import OutputKind, PoolingOutput, PoolingRequestOutput, RequestOutput
 from frontend.reasoning import detect_reasoning
 from frontend.request_context import CURRENT
@@ -158,6 +159,7 @@ class AsyncLLM:
         self.has_reasoning = detect_reasoning(self.chat_template.sources)
         self.served_model_name = model.files.served_name
         self._client = EngineClient(core, number)
+        self._preparer = GrammarPreparer(self._client)
         if wait:
             self._on_ready(await self._client.wait_ready())
         else:
@@ -268,7 +270,8 @@ class AsyncLLM:
             params = params.replace(bad_words_token_ids=self._bad_word_tokens(params))
         params.check_for_model(self.vocab_size)
         if params.structured_outputs is not None:
-            await self._grammars.check(params.structured_outputs)
+            seconds = await self._grammars.check(params.structured_outputs)
+            await self._preparer.prepare(params.structured_outputs, seconds)
         stream = RequestStream(request_id or f"request-{next(self._names)}", text, tokens, params, output_kind, arrival,
                                sink)
         stream.context = context

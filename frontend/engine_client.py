@@ -54,6 +54,7 @@ class EngineClient:
         self.is_restarting = False              # the core is being replaced; it was ready before
         self.lost_worker = ""                   # why the worker ended, until its successor is there
         self.num_restarts = 0                   # of the core, survived
+        self.num_workers = 0                    # that took over from another one, or woke up
         self._link = self._connect(core)
 
     def _connect(self, core: Peer) -> AsyncLink:
@@ -138,12 +139,12 @@ class EngineClient:
         for choice in choices:
             self._choices.pop(choice.request_id, None)
 
-    async def command(self, name: str, request_id: int = 0, level: int = 0) -> Any:
+    async def command(self, name: str, request_id: int = 0, level: int = 0, grammar: bytes = b"") -> Any:
         """A control call to the core. Raises ValueError with the core's text."""
         await self.wait_ready()
         call = next(self._calls)
         future = self._replies[call] = self._loop.create_future()
-        self._link.send(Command(call, name, request_id, level))
+        self._link.send(Command(call, name, request_id, level, memoryview(grammar)))
         try:
             return await future
         finally:
@@ -190,6 +191,7 @@ class EngineClient:
             self.phase = message
             if message.name == SERVING:
                 self.lost_worker = ""
+                self.num_workers += 1
         elif isinstance(message, CommandReply):
             future = self._replies.get(message.call_id)
             if future is not None and not future.done():

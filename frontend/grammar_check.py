@@ -1,8 +1,9 @@
 """Tries out a request's grammar before the engine sees it, in a process that may be killed.
 
-A grammar is a small program of a stranger: it may take minutes or gigabytes to compile. The helper process
-(grammar_helper.py) starts with the first grammar, ends itself when one takes too long or too much memory, and is
-started anew for the next. Answers are remembered. Belongs to one event loop.
+A grammar is a small program of a stranger: it may take minutes or gigabytes to compile. The helper
+(grammar_helper.py) starts with the first grammar and ends what takes too long or too much memory; a helper that should
+not answer is killed and started anew. Answers are remembered. Belongs to one event loop, which neither starts nor reaps
+the helper: threads do.
 """
 from __future__ import annotations
 
@@ -10,99 +11,147 @@ import asyncio
 import collections
 import contextlib
 import hashlib
+import os
+import signal
+import socket
 import struct
-import sys
-from pathlib import Path
+import subprocess
+from typing import NamedTuple
 
 import msgspec
 
+from ipc.child import environment, python_command
 from ipc.errors import OverloadedError, RequestError
 from ipc.structured_outputs import StructuredOutputs
 
-TIME_S = 2.0                                    # the helper's own limit, for messages
-LATE_S = 2.4                                    # it should have ended by itself
+LATE_S = 2.4                                    # the helper should have answered by itself
+HEAD = struct.Struct("<If")                     # of an answer: bytes of text, seconds of CPU
 START_S = 30.0
 MAX_WAITING = 64
 MAX_REMEMBERED = 4096
+
+
+class Tried(NamedTuple):
+    """What came of a grammar."""
+    problem: str                                # empty: none
+    seconds: float                              # of CPU
+
+
+class Helper:
+    """One process, its child, and the line to them."""
+
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+        self.process, self._line = process, line
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    @staticmethod
+    def spawn() -> Helper:
+        """Takes milliseconds: not for the loop's thread. It has the lowest priority from the beginning: its imports
+        are most of what it computes."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(python_command("frontend.grammar_helper"), stdin=theirs.fileno(),
+                                       stdout=theirs.fileno(), stderr=subprocess.DEVNULL, env=environment(),
+                                       process_group=0)
+        with contextlib.suppress(OSError):
+            # Not SCHED_IDLE: a core with such a process counts as free, so that others are woken there and wait.
+            os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+            os.sched_setscheduler(process.pid, os.SCHED_BATCH, os.sched_param(0))
+        return Helper(process, ours)
+
+    async def exchange(self, body: bytes) -> Tried:
+        """Raises OSError or IncompleteReadError when it ends meanwhile."""
+        if self._streams is None:
+            self._streams = await asyncio.open_unix_connection(sock=self._line)
+        reader, writer = self._streams
+        writer.write(struct.pack("<I", len(body)) + body)
+        await writer.drain()
+        size, seconds = HEAD.unpack(await reader.readexactly(HEAD.size))
+        return Tried((await reader.readexactly(size)).decode(), seconds)
+
+    def kill(self) -> None:
+        """Both processes. `process.wait` then returns soon."""
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+        else:
+            self._line.close()
+        if self.process.poll() is None:         # not reaped: the number is still its group's
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class GrammarChecker:
     """One per engine client."""
 
     def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+        self._helper: Helper | None = None
         self._lock = asyncio.Lock()
         self._num_waiting = 0
-        self._known: collections.OrderedDict[bytes, str] = collections.OrderedDict()
+        self._known: collections.OrderedDict[bytes, Tried] = collections.OrderedDict()
 
-    async def check(self, spec: StructuredOutputs) -> None:
-        """Raises RequestError when the grammar cannot be used, OverloadedError when too many wait to be checked."""
+    async def check(self, spec: StructuredOutputs) -> float:
+        """Seconds of CPU that it takes to compile, about. Raises RequestError when the grammar cannot be used,
+        OverloadedError when too many wait to be checked."""
         body = msgspec.msgpack.encode(spec)
         key = hashlib.blake2b(body, digest_size=16).digest()
-        problem = self._known.get(key)
-        if problem is None:
+        tried = self._known.get(key)
+        if tried is None:
             if self._num_waiting >= MAX_WAITING:
                 raise OverloadedError(f"{MAX_WAITING} grammars wait to be checked; try again in a moment")
             self._num_waiting += 1
             try:
                 async with self._lock:
-                    problem = self._known.get(key)
-                    if problem is None:
-                        problem = self._known[key] = await self._ask(body)
+                    tried = self._known.get(key)
+                    if tried is None:
+                        tried = self._known[key] = await self._ask(body)
             finally:
                 self._num_waiting -= 1
             while len(self._known) > MAX_REMEMBERED:
                 self._known.popitem(last=False)
         else:
             self._known.move_to_end(key)
-        if problem:
-            raise RequestError(f"structured_outputs.{spec.kind}: {problem}", "structured_outputs")
+        if tried.problem:
+            raise RequestError(f"structured_outputs.{spec.kind}: {tried.problem}", "structured_outputs")
+        return tried.seconds
 
-    async def _ask(self, body: bytes) -> str:
-        """What is wrong with it; empty: nothing."""
-        process = await self._start()
+    async def _ask(self, body: bytes) -> Tried:
+        helper = await self._start()
         try:
-            answer = await asyncio.wait_for(_exchange(process, body), LATE_S)
+            return await asyncio.wait_for(helper.exchange(body), LATE_S)
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             await self.close()
-            return (f"it takes more than {TIME_S:g} s or 64 MB to compile; make it smaller: fewer alternatives, "
-                    "shorter repetitions")
+            return Tried(f"it could not be checked within {LATE_S:g} s; make it smaller", 0.0)
         except BaseException:                   # cancelled with an answer on its way, which nobody would read
             await self.close()
             raise
-        return answer
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "frontend.grammar_helper", stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            cwd=Path(__file__).resolve().parent.parent)
+    async def _start(self) -> Helper:
+        if self._helper is not None and self._helper.process.poll() is None:
+            return self._helper
+        await self.close()
+        spawning = asyncio.create_task(asyncio.to_thread(Helper.spawn))
+        try:
+            helper = self._helper = await asyncio.shield(spawning)
+        except asyncio.CancelledError:
+            self._helper = await spawning
+            await self.close()
+            raise
         warm_up = msgspec.msgpack.encode(StructuredOutputs(choice=["a"]))
         try:                                    # the start is not part of a grammar's time
-            await asyncio.wait_for(_exchange(process, warm_up), START_S)
+            await asyncio.wait_for(helper.exchange(warm_up), START_S)
         except BaseException as error:
             await self.close()
             if isinstance(error, (TimeoutError, OSError, asyncio.IncompleteReadError)):
                 raise OverloadedError("the process that checks grammars did not start; try again") from error
             raise
-        return process
+        return helper
 
     async def close(self) -> None:
         """End the helper. Idempotent; the next check starts another."""
-        process, self._process = self._process, None
-        if process is None:
+        helper, self._helper = self._helper, None
+        if helper is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()             # its pipes are closed
-
-
-async def _exchange(process: asyncio.subprocess.Process, body: bytes) -> str:
-    if process.stdin is None or process.stdout is None:
-        raise RuntimeError("the helper has no pipes")
-    process.stdin.write(struct.pack("<I", len(body)) + body)
-    await process.stdin.drain()
-    (size,) = struct.unpack("<I", await process.stdout.readexactly(4))
-    return (await process.stdout.readexactly(size)).decode()
+        helper.kill()
+        try:
+            await asyncio.to_thread(helper.process.wait)
+        except RuntimeError:                    # the interpreter is exiting and starts no threads any more
+            helper.process.wait()

@@ -1,27 +1,33 @@
-"""The process that tries out grammars for grammar_check.py, one at a time.
+"""The processes that try out grammars for grammar_check.py, one at a time.
 
-Started as `python -m frontend.grammar_helper`. It may run wild: it runs at the lowest priority, its memory is limited,
-and an alarm ends it when a grammar takes too long. Reads frames from its input (length, msgpack of StructuredOutputs),
-answers each with a frame of text: empty, or what is wrong. Knows no model: a grammar meets a vocabulary of bytes.
+Started at the lowest priority. The first one does nothing but fork: a child that is warm, may run wild, and ends when a
+grammar takes too much memory or, by an alarm, too long; then it says so and forks the next. Its input has frames of
+msgpack of StructuredOutputs behind their length; each is answered with a HEAD, bytes of text and seconds of CPU, and a
+text: empty, or what is wrong. Knows no model: a grammar meets a vocabulary of bytes.
 """
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import signal
 import struct
 import sys
+import time
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from ipc.structured_outputs import PARSER_LIMITS, StructuredOutputs, grammar_text
+from ipc.structured_outputs import PARSER_LIMITS, StructuredOutputs, grammar_text, one_line
 
 TIME_S = 2.0
 MEMORY_BYTES = 64 << 20                         # beyond what the idle process takes
 MAX_ERROR_CHARS = 500
 EOS = 256
+HEAD = struct.Struct("<If")
+TOO_MUCH = (f"it takes more than {TIME_S:g} s or {MEMORY_BYTES >> 20} MB to compile; make it smaller: fewer "
+            "alternatives, shorter repetitions")
 
 
 class _Bytes:
@@ -43,37 +49,57 @@ def problem_with(spec: StructuredOutputs, tokenizer: LLTokenizer, limits: LLPars
         return f"it is neither Lark nor GBNF: {error}"
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
-        return matcher.get_error()
+        return one_line(matcher.get_error())
     bits = matcher.compute_bitmask()
     if matcher.is_error():
-        return matcher.get_error()
+        return one_line(matcher.get_error())
     return "" if any(bits) else "nothing matches it"
 
 
-def main() -> None:
-    os.nice(19)
-    if hasattr(os, "sched_setscheduler"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    limits = LLParserLimits(**PARSER_LIMITS, verbose_errors=False)
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=EOS)
-    decode = msgspec.msgpack.Decoder(StructuredOutputs).decode
-    problem_with(StructuredOutputs(json_object=True), tokenizer, limits)        # what it needs once is not counted
+def answer(problem: str, seconds: float = 0.0) -> None:
+    data = problem[:MAX_ERROR_CHARS].encode("utf-8", "replace")
+    sys.stdout.buffer.write(HEAD.pack(len(data), seconds) + data)
+    sys.stdout.buffer.flush()
+
+
+def serve(tokenizer: LLTokenizer, limits: LLParserLimits, is_busy: mmap.mmap) -> None:
+    """In the child: until the input ends."""
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    decode = msgspec.msgpack.Decoder(StructuredOutputs).decode
+    source = sys.stdin.buffer
     while len(head := source.read(4)) == 4:
         body = source.read(struct.unpack("<I", head)[0])
+        is_busy[0] = 1
+        began = time.process_time()
         signal.setitimer(signal.ITIMER_REAL, TIME_S)            # its default action ends the process
         try:
-            answer = problem_with(decode(body), tokenizer, limits)
+            problem = problem_with(decode(body), tokenizer, limits)
         except MemoryError:
-            answer = "it needs too much memory"
+            problem = "it needs too much memory"
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        data = answer[:MAX_ERROR_CHARS].encode("utf-8", "replace")
-        sink.write(struct.pack("<I", len(data)) + data)
-        sink.flush()
+        is_busy[0] = 0
+        answer(problem, time.process_time() - began)
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limits = LLParserLimits(**PARSER_LIMITS, verbose_errors=False)
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=EOS)
+    problem_with(StructuredOutputs(json_object=True), tokenizer, limits)        # what it needs once is not counted
+    is_busy = mmap.mmap(-1, 1)                                  # shared with the child
+    while True:
+        child = os.fork()
+        if child == 0:
+            serve(tokenizer, limits, is_busy)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
+        if is_busy[0]:                                          # else nobody waits
+            is_busy[0] = 0
+            answer(TOO_MUCH)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ of CLOCK_MONOTONIC, which all processes of a host share.
 
     supervisor ─ Config, Shutdown ─▶ child                child ─ Hello, Phase, Ready, Failure ─▶ supervisor (lifeline)
     frontend ─ Hello, AddRequest, Abort, Command ─▶ core  core ─ Phase, EngineReady, Outputs, CommandReply ─▶ frontend
-    core ─ Hello, SchedulerOutput, Profile, Sleep, WakeUp ─▶ worker
-    worker ─ Phase, WorkerReady, ModelRunnerOutput, StepFailed, Profiled, Slept ─▶ core
+    core ─ Hello, SchedulerOutput, Profile, PrepareGrammar, Sleep, WakeUp ─▶ worker
+    worker ─ Phase, WorkerReady, ModelRunnerOutput, StepFailed, Profiled, GrammarPrepared, Slept ─▶ core
 """
 from __future__ import annotations
 
@@ -125,9 +125,10 @@ class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Frontend -> engine core: a control call. Answered by the CommandReply of the same call_id."""
     call_id: int
-    name: str                                   # known to EngineCore, or start_profile and stop_profile
+    name: str                                   # known to EngineCore, WorkerRelay or Nap
     request_id: int = 0                         # of "request_status"
     level: int = 0                              # of "sleep": 1 or 2
+    grammar: memoryview = EMPTY                 # of "prepare_grammar": StructuredOutputs as msgpack
 
 
 # ---------------------------------------------------------------- engine core -> frontend
@@ -261,6 +262,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_start: bool
 
 
+class PrepareGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Engine core -> worker: compile this beside the steps and keep it, a request with it comes. Answered by the
+    GrammarPrepared of the same call_id."""
+    call_id: int
+    grammar: memoryview                         # StructuredOutputs as msgpack
+
+
 class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Engine core -> worker, when nothing is in flight: give up the pool, and at level 2 the weights too. Answered by
     Slept. All rows are dropped."""
@@ -358,6 +366,12 @@ class Profiled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: str = ""
 
 
+class GrammarPrepared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Worker -> engine core: the grammar is compiled, or cannot be."""
+    call_id: int
+    problem: str = ""                           # why it cannot
+
+
 class HelloAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Either side of a link -> the other: the Hello was refused. Schema hashes as hex."""
     refused: str
@@ -371,8 +385,8 @@ KINDS: dict[int, type] = {
     18: Start, 19: PeerDown, 25: PeerUp,
     20: AddRequest, 21: Abort, 22: Command,
     30: EngineReady, 31: Outputs, 32: CommandReply,
-    40: SchedulerOutput, 41: Profile, 42: Sleep, 43: WakeUp,
-    50: WorkerReady, 51: ModelRunnerOutput, 52: StepFailed, 53: Profiled, 54: Slept,
+    40: SchedulerOutput, 41: Profile, 42: Sleep, 43: WakeUp, 44: PrepareGrammar,
+    50: WorkerReady, 51: ModelRunnerOutput, 52: StepFailed, 53: Profiled, 54: Slept, 55: GrammarPrepared,
 }
 KIND_OF: dict[type, int] = {struct: kind for kind, struct in KINDS.items()}
 

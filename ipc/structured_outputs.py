@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ipc.errors import RequestError
 
@@ -25,6 +26,8 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # helper that tries a grammar out and for the worker.
 PARSER_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
                                  "max_lexer_states": 30_000, "max_grammar_size": 200_000}
+
+COMPILED_BYTES = 64 << 20                       # of compiled grammars that a worker keeps, estimated
 
 # Between JSON's tokens. Without a limit a model may put out blanks for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,24}"
@@ -95,15 +98,29 @@ def _check_unicode(text: str, field: str) -> None:
 
 
 def _nesting(text: str) -> int:
-    """The deepest nesting of brackets, whatever they mean: an upper bound for what parsers recurse into."""
-    depth = deepest = 0
-    for char in text:
-        if char in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char in ")]}":
-            depth = max(0, depth - 1)
-    return deepest
+    """The deepest nesting of brackets, whatever they mean: an upper bound for what parsers recurse into. One that
+    closes nothing counts for nothing."""
+    steps = _BRACKETS[np.frombuffer(text.encode(), np.uint8)]
+    depth = np.cumsum(steps[steps != 0], dtype=np.int64)
+    if not depth.size:
+        return 0
+    return int((depth - np.minimum(np.minimum.accumulate(depth), 0)).max())
+
+
+_BRACKETS = np.zeros(256, np.int8)
+_BRACKETS[list(b"([{")], _BRACKETS[list(b")]}")] = 1, -1
+
+
+def compiled_bytes(key: bytes) -> int:
+    """Memory of a compiled grammar and the masks it has made; `key` is its msgpack. The library does not tell; sound
+    grammars measured less than this."""
+    return (1 << 20) + 256 * len(key)
+
+
+def one_line(error: str) -> str:
+    """An error text of the library, without the line that it adds about itself; at most 500 characters."""
+    lines = (line.strip() for line in error.splitlines())
+    return " ".join(line for line in lines if line and line != "<non-verbose/>")[:500]
 
 
 def grammar_text(spec: StructuredOutputs, to_lark: Callable[[str], str]) -> str:

@@ -9,6 +9,7 @@ import functools
 import gc
 import logging
 import os
+import sys
 import time
 import traceback
 from typing import TYPE_CHECKING
@@ -19,12 +20,13 @@ import zmq
 from ipc.config import WorkerProcess
 from ipc.errors import ConfigError
 from ipc.lifeline import ChildLife
-from ipc.messages import (HELLO, ConfigWorker, Profile, SchedulerOutput, Shutdown, Sleep, Slept, StepFailed, WakeUp,
-                          WorkerReady)
+from ipc.messages import (HELLO, ConfigWorker, PrepareGrammar, Profile, SchedulerOutput, Shutdown, Sleep, Slept,
+                          StepFailed, WakeUp, WorkerReady)
 from ipc.process import configure_logging
 from ipc.progress import Progress
 from ipc.sockets import Link
 from ipc.step_ring import StepRing
+from worker.grammar_calls import GrammarCalls
 from worker.kept_rows import with_kept_rows
 from worker.process_memory import release_memory
 from worker.profiler import OperatorProfiler, named_range, no_range
@@ -41,6 +43,7 @@ UPGRADE_POLL_MS = 200                           # while kernels are being compil
 TIDY_MS = 200                                   # idle for so long, a worker gives back what only its start needed
 FIRST_STEP_S = 6.0                              # prediction for the first step, which may warm things up
 STEP_POLL_S = 50e-6                             # how often messages and the step in flight are looked at
+SWITCH_S = 0.0005                               # steps wait no longer for a thread that converts a grammar
 
 
 class EarlierStepFailed(Exception):
@@ -87,6 +90,8 @@ class WorkerLoop:
         self.poller.register(life.lifeline.fileno(), zmq.POLLIN)
         self.profiler = OperatorProfiler(config.run_dir)
         self.poller.register(self.profiler.fd, zmq.POLLIN)
+        self.grammar_calls = GrammarCalls()
+        self.poller.register(self.grammar_calls.fd, zmq.POLLIN)
         self.is_stopping = False
         self.step_s = 0.0                       # longest step so far, what a step is predicted to take at most
         self.ring = StepRing(config.run_dir, f"worker-{config.rank}")
@@ -137,11 +142,13 @@ class WorkerLoop:
                 progress.waiting()
             self._wait(runner, progress)
             self._upgrade(runner)
-            self._tell_profiler()
+            self._answer()
             while (item := self.link.receive()) is not None:
                 header, message = item
                 received_ns = clock()
+                self._answer()                  # plans may come without a pause
                 if header.kind == HELLO:
+                    self.grammar_calls.forget()
                     self._drop(runner)
                     self.link.epoch = header.epoch
                     self.link.send(with_kept_rows(ready, runner.state, is_sound=not runner.needs_reset))
@@ -149,6 +156,8 @@ class WorkerLoop:
                     runner.needs_reset = False
                 elif isinstance(message, Profile):
                     self._profile(message, progress)
+                elif isinstance(message, PrepareGrammar):
+                    self.grammar_calls.handle(message, runner.grammars)
                 elif isinstance(message, Sleep) and header.epoch == self.link.epoch:
                     self._drop(runner)
                     kept = self._kept(runner, message.level)
@@ -184,13 +193,15 @@ class WorkerLoop:
         while not self.is_stopping:
             progress.waiting()
             self.poll(None)
-            self._tell_profiler()
+            self._answer()
             item = self.link.receive()
             if item is not None and (item[0].kind == HELLO or isinstance(item[1], WakeUp)):
                 self.link.epoch = item[0].epoch
                 break
             if item is not None and isinstance(item[1], Profile):
                 self._profile(item[1], progress)
+            elif item is not None and isinstance(item[1], PrepareGrammar):
+                self.grammar_calls.handle(item[1], None)
         if self.is_stopping:
             self.link.close()
             os._exit(0)
@@ -207,10 +218,12 @@ class WorkerLoop:
         if (answer := self.profiler.handle(message)) is not None:
             self.link.send(answer)
 
-    def _tell_profiler(self) -> None:
-        """What the profiler's thread has done, if it has."""
+    def _answer(self) -> None:
+        """What threads have done since the last call."""
         if (answer := self.profiler.take()) is not None:
             self.link.send(answer)
+        for prepared in self.grammar_calls.take():
+            self.link.send(prepared)
 
     def _wait(self, runner: ModelRunner, progress: Progress) -> None:
         """Until there is a message, or the step in flight is done. Idle time goes to capturing graphs."""
@@ -304,6 +317,7 @@ def main() -> None:
     life = ChildLife.from_argv("worker")
     try:
         config = life.config(ConfigWorker)
+        sys.setswitchinterval(SWITCH_S)
         configure_logging(f"worker {config.rank}", config.log_level)
         loop = WorkerLoop(config, life)
         loop.run()

@@ -4,8 +4,8 @@ from __future__ import annotations
 import msgspec
 
 from engine_core.overview import BLOCK_STATES, overview
-from engine_core.profile_relay import ProfileRelay
-from ipc.messages import Command, Profile, Profiled
+from engine_core.worker_relay import WorkerRelay
+from ipc.messages import Command, GrammarPrepared, PrepareGrammar, Profile, Profiled
 from tests.engine_core.tools import Engine
 
 
@@ -39,14 +39,19 @@ def test_the_queue_says_why_each_waits() -> None:
     assert "all 1 seats are taken" in found["waiting"][0]["reason"] and "1 waiting" in found["waiting"][1]["reason"]
 
 
-def test_answers_of_the_profiler_find_who_asked() -> None:
-    relay = ProfileRelay()
+def test_answers_of_the_worker_find_who_asked() -> None:
+    relay = WorkerRelay()
     first, second = relay.ask(1, Command(7, "start_profile")), relay.ask(2, Command(7, "stop_profile"))
     assert (first.is_start, second.is_start) == (True, False) and first.call_id != second.call_id
     number, reply = relay.answer(Profiled(second.call_id, "a.json", 2.0)) or (0, None)
     assert number == 2 and reply is not None and reply.call_id == 7
     assert msgspec.msgpack.decode(reply.result) == {"path": "a.json", "seconds": 2.0}
     assert relay.answer(Profiled(second.call_id)) is None
+    grammar = relay.ask(3, Command(7, "prepare_grammar", grammar=memoryview(b"abc")))
+    assert isinstance(grammar, PrepareGrammar) and grammar.grammar == b"abc"
+    number, reply = relay.answer(GrammarPrepared(grammar.call_id, "no such type")) or (0, None)
+    assert number == 3 and reply is not None and not reply.error
+    assert msgspec.msgpack.decode(reply.result) == {"problem": "no such type"}
     (lost,) = relay.lost()
     assert lost[0] == 1 and "worker ended" in lost[1].error and relay.lost() == []
     assert isinstance(first, Profile)

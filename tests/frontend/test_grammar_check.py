@@ -4,10 +4,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from bench.hostile_grammars import harmless, hostile, sized
 from frontend.grammar_check import GrammarChecker
@@ -45,12 +48,12 @@ def test_sound_grammars_pass_and_broken_ones_are_refused_with_a_reason():
     async def task(checker: GrammarChecker) -> None:
         for form in GOOD:
             await checker.check(StructuredOutputs(**form))
-        process = checker._process
+        helper = checker._helper
         for form, words in BAD:
             with pytest.raises(RequestError, match=words or ".") as found:
                 await checker.check(StructuredOutputs(**form))
             assert found.value.param == "structured_outputs" and len(str(found.value)) < 700
-        assert checker._process is process and process is not None and process.returncode is None
+        assert checker._helper is helper and helper is not None and helper.process.poll() is None
     run(task)
 
 
@@ -61,6 +64,42 @@ def test_whatever_a_grammar_does_to_the_helper_the_next_one_is_checked_as_ever()
                 await checker.check(StructuredOutputs(**form))
             await checker.check(StructuredOutputs(regex="fine"))
     run(task)
+
+
+def test_a_grammar_that_ends_the_helpers_child_leaves_the_helper_and_says_what_it_took():
+    async def task(checker: GrammarChecker) -> None:
+        assert 0 < await checker.check(StructuredOutputs(regex="fine")) < 1
+        helper = checker._helper
+        with pytest.raises(RequestError, match="64 MB"):
+            await checker.check(StructuredOutputs(regex="(ab){1000000000}"))
+        await checker.check(StructuredOutputs(regex="(cd)?"))
+        assert checker._helper is helper
+    run(task)
+
+
+def test_the_helper_works_on_the_servers_loop_and_ends_with_the_checker():
+    pids: list[int] = []
+
+    async def task() -> None:
+        checker = GrammarChecker()
+        await checker.check(StructuredOutputs(regex="fine"))
+        assert checker._helper is not None
+        pids.append(checker._helper.process.pid)
+        pids.append(int(Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text()))
+        await checker.close()
+        await checker.close()
+    uvloop.run(task())
+    until = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < until, pids
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_hundred_hostile_grammars_are_refused_and_those_that_only_look_hostile_answered():
@@ -86,9 +125,9 @@ def test_a_hundred_hostile_grammars_are_refused_and_those_that_only_look_hostile
 def test_a_helper_that_is_killed_is_replaced():
     async def task(checker: GrammarChecker) -> None:
         await checker.check(StructuredOutputs(regex="a"))
-        assert checker._process is not None
-        checker._process.kill()
-        await checker._process.wait()
+        assert checker._helper is not None
+        checker._helper.process.kill()
+        checker._helper.process.wait()
         await checker.check(StructuredOutputs(regex="b"))
     run(task)
 
@@ -106,9 +145,9 @@ def test_a_helper_that_takes_too_long_is_killed(monkeypatch):
     async def task(checker: GrammarChecker) -> None:
         await checker.check(StructuredOutputs(regex="a"))
         monkeypatch.setattr("frontend.grammar_check.LATE_S", 0.0)
-        with pytest.raises(RequestError, match="2 s or 64 MB"):
+        with pytest.raises(RequestError, match="could not be checked within 0 s"):
             await checker.check(StructuredOutputs(regex="b"))
-        assert checker._process is None
+        assert checker._helper is None
     run(task)
 
 

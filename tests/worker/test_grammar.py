@@ -3,18 +3,21 @@ from __future__ import annotations
 
 import json
 import re
+import select
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from ipc.errors import INVALID
-from ipc.messages import ModelRunnerOutput, NewRow, SchedulerOutput
+from ipc.messages import GrammarPrepared, ModelRunnerOutput, NewRow, PrepareGrammar, SchedulerOutput
 from ipc.sampling_params import SamplingParams
 from ipc.structured_outputs import StructuredOutputs
 from worker.attention.registry import get_backend
+from worker.grammar_calls import GrammarCalls
 from worker.kv_pool import KVPool
 from worker.model_runner import ModelRunner
 from worker.sampling.grammar import Grammars
@@ -210,12 +213,12 @@ def test_a_grammar_that_needs_what_the_vocabulary_lacks_fails_with_a_reason():
 
 
 def test_compiled_grammars_are_kept_within_their_bytes():
-    grammars = Grammars(lambda: byte_vocabulary(VOCAB, [EOS]), cache_bytes=300_000)
+    grammars = Grammars(lambda: byte_vocabulary(VOCAB, [EOS]), cache_bytes=5_000_000)
     first = grammars.compile(b"0", StructuredOutputs(regex="0"))
     assert grammars.compile(b"0", StructuredOutputs(regex="0")) is first
     for number in range(1, 9):
         grammars.compile(b"%d" % number, StructuredOutputs(regex=str(number))).result()
-    assert grammars._cached_bytes <= 300_000
+    assert grammars._cached_bytes <= 5_000_000
     assert grammars.compile(b"0", StructuredOutputs(regex="0")) is not first
 
 
@@ -234,3 +237,41 @@ def test_min_tokens_holds_back_the_end_but_not_that_of_the_grammar():
     rows.run()
     assert all(len(text) >= 11 for text in rows.texts[:6])
     assert rows.texts[6] == b"short" and rows.ends[6] == "grammar"
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_row_with_an_error_and_one_line_of_log(caplog):
+    """It was taken for the grammar's end, so the caller got a broken output as a finished one."""
+    rows = Rows(params_of(regex="(a{1,9999}){9999}"), params_of(choice=["ok"]))
+    rows.run()
+    assert rows.ends == {0: "failed", 1: "grammar"} and "too complex: " in rows.messages[0]
+    (record,) = [record for record in caplog.records if "refused a token" in record.message]
+    assert "\n" not in record.message and "non-verbose" not in record.message
+
+
+def answers_of(calls: GrammarCalls, count: int) -> list[GrammarPrepared]:
+    found: list[GrammarPrepared] = []
+    while len(found) < count:
+        assert select.select([calls.fd], [], [], 20.0)[0]
+        found += calls.take()
+    return found
+
+
+def test_a_grammar_is_compiled_beside_the_loop_and_kept_for_the_row_that_comes():
+    calls, grammars = GrammarCalls(), Grammars(lambda: byte_vocabulary(VOCAB, [EOS]))
+    specs = [StructuredOutputs(regex="[0-9]{3}"), StructuredOutputs(regex="[")]
+    keys = [msgspec.msgpack.encode(spec) for spec in specs]
+    for call, key in enumerate(keys):
+        calls.handle(PrepareGrammar(call, memoryview(key)), grammars)
+    good, bad = sorted(answers_of(calls, 2), key=lambda answer: answer.call_id)
+    assert (good.call_id, good.problem, bad.call_id) == (0, "", 1) and "regex" in bad.problem
+    kept = grammars.compile(keys[0], specs[0])
+    assert kept.done()
+    calls.handle(PrepareGrammar(2, memoryview(keys[0])), grammars)
+    calls.handle(PrepareGrammar(3, memoryview(b"\xc1")), grammars)
+    calls.handle(PrepareGrammar(4, memoryview(keys[0])), None)          # the worker sleeps
+    assert [(answer.call_id, bool(answer.problem)) for answer in answers_of(calls, 3)] == [
+        (2, False), (3, True), (4, False)]
+    calls.handle(PrepareGrammar(5, memoryview(keys[0])), grammars)
+    calls.forget()                              # the core that asked has ended
+    calls.handle(PrepareGrammar(1, memoryview(keys[0])), grammars)
+    assert [answer.call_id for answer in answers_of(calls, 1)] == [1]

@@ -1,6 +1,7 @@
 """Grammars beside the sampler: compiled once, followed token by token, turned into masks while the forward pass runs.
 
-    begin    before the forward pass: start compiling what is new, fill the masks of rows that will sample, in threads
+    compile  before a request comes (grammar_calls.py): the first mask too, which builds most of the automaton
+    begin    before the forward pass: fill the masks of rows that will sample, in threads
     mask     before the draw: wait for the masks, through which the sampler reads the logits
     accept   after the draw: every row's grammar takes its token; rows that may not go on are named
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,16 +23,21 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from ipc.errors import FAULT, INVALID
-from ipc.structured_outputs import PARSER_LIMITS, StructuredOutputs, grammar_text
+from ipc.structured_outputs import (COMPILED_BYTES, PARSER_LIMITS, StructuredOutputs, compiled_bytes, grammar_text,
+                                    one_line)
 from worker.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
-CACHE_BYTES = 64 << 20                          # of compiled grammars, estimated
-NUM_FILL_THREADS = 2
+MAX_FILL_THREADS = 16
 LIMITS = LLParserLimits(**PARSER_LIMITS, verbose_errors=False)
 
 Compiled = Future[LLMatcher]
+
+
+def num_fill_threads() -> int:
+    """As many as there are cores: a row takes about 100 us."""
+    return min(MAX_FILL_THREADS, len(os.sched_getaffinity(0)))
 
 
 class GrammarError(ValueError):
@@ -51,14 +58,14 @@ class RowGrammar:
         """Take what the row has put out so far. Raises GrammarError, RuntimeError."""
         matcher = self.compiled.result().deep_copy()
         if outputs and not matcher.consume_tokens(outputs):
-            raise RuntimeError(f"the outputs so far do not fit the grammar: {matcher.get_error()[:200]}")
+            raise RuntimeError(f"the outputs so far do not fit the grammar: {one_line(matcher.get_error())}")
         self.matcher = matcher
 
 
 class Grammars:
     """Those of one worker. `load` gives the vocabulary, in a thread, when the first grammar comes."""
 
-    def __init__(self, load: Callable[[], LLTokenizer], *, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, load: Callable[[], LLTokenizer], *, cache_bytes: int = COMPILED_BYTES) -> None:
         self._load, self._cache_bytes = load, cache_bytes
         self._tokenizer: LLTokenizer | None = None
         self._compiler: ThreadPoolExecutor | None = None
@@ -66,6 +73,7 @@ class Grammars:
         self._executor: LLExecutor | None = None
         self._cache: collections.OrderedDict[bytes, tuple[Compiled, int]] = collections.OrderedDict()
         self._cached_bytes = 0
+        self._bits = np.empty((0, 0), np.int32)         # a step's, used again by the next
 
     # ------------------------------------------------------------ compiling
 
@@ -78,7 +86,7 @@ class Grammars:
         if self._compiler is None:              # one thread: the vocabulary is loaded once
             self._compiler = ThreadPoolExecutor(1, "compile-grammars")
         compiled = self._compiler.submit(self._compile, spec)
-        size = estimated_bytes(key)
+        size = compiled_bytes(key)
         self._cache[key] = compiled, size
         self._cached_bytes += size
         while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
@@ -96,8 +104,10 @@ class Grammars:
         except Exception as error:              # the converter raises plain Exception for a syntax error
             raise GrammarError(f"the grammar is neither Lark nor GBNF: {error}") from error
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()           # copies share what it builds
         if matcher.is_error():
-            raise GrammarError(matcher.get_error())
+            raise GrammarError(one_line(matcher.get_error()))
         return matcher
 
     # ------------------------------------------------------------ a step
@@ -119,7 +129,7 @@ class Grammars:
             return None
         if self._filler is None:
             self._filler = ThreadPoolExecutor(1, "fill-masks")
-            self._executor = LLExecutor(NUM_FILL_THREADS)
+            self._executor = LLExecutor(num_fill_threads())
         return GrammarStep(state, found, self._filler.submit(self._fill, state, found))
 
     def _fill(self, state: RequestState, found: list[tuple[int, RowGrammar]]) -> tuple[np.ndarray, dict[int, str]]:
@@ -136,13 +146,17 @@ class Grammars:
             if grammar.matcher is not None and not grammar.is_done and not grammar.matcher.is_error():
                 todo.append((grammar.matcher, index))
         words = -(-self._tokenizer.vocab_size // 32) if self._tokenizer is not None else 1
-        bits = np.full((len(found), words), -1, np.int32)
+        if self._bits.shape[0] < len(found) or self._bits.shape[1] != words:
+            self._bits = np.empty((len(found), words), np.int32)
+        bits = self._bits[:len(found)]
+        if len(todo) < len(found):
+            bits[:] = -1
         if todo and self._executor is not None:
             fill_next_token_bitmask_par(self._executor, todo, bits)
         for index, (row, grammar) in enumerate(found):
             if grammar.matcher is not None and grammar.matcher.is_error() and not grammar.is_done:
                 bits[index] = -1
-                failures[row] = grammar.matcher.get_error()[:300]
+                failures[row] = one_line(grammar.matcher.get_error())
         return bits, failures
 
     @staticmethod
@@ -163,7 +177,8 @@ class GrammarStep:
         self._state, self._found, self._filled = state, found, filled
 
     def mask(self, rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """(words, word_index) of SamplingColumns for these rows, whose logits are `width` wide."""
+        """(words, word_index) of SamplingColumns for these rows, whose logits are `width` wide. The words hold until
+        the next step begins."""
         bits, failures = self._filled.result()
         for row, text in failures.items():
             options = self._state.options[row]
@@ -185,14 +200,10 @@ class GrammarStep:
             token = token_of.get(row, -1)
             if token < 0 or grammar.is_done or grammar.matcher is None:
                 continue
-            if not grammar.matcher.consume_token(token):
-                logger.warning("a grammar refused a token that its mask allowed: %s", grammar.matcher.get_error()[:200])
-            if grammar.matcher.is_stopped():
+            if not grammar.matcher.consume_token(token):        # the row's next mask fails, and ends it with an error
+                logger.warning("a grammar refused a token that its mask allowed: %s",
+                               one_line(grammar.matcher.get_error()))
+            elif grammar.matcher.is_stopped():
                 grammar.is_done = True
                 ended.append(row)
         return np.array(ended, np.int32)
-
-
-def estimated_bytes(key: bytes) -> int:
-    """Memory of a compiled grammar. The library does not tell; measured grammars take less than this."""
-    return 64 * 1024 + 256 * len(key)
