@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from ipc.model_config import from_hf_config  # noqa: E402
 from worker import decode_graphs  # noqa: E402
 from worker.attention.reference import ReferenceBackend  # noqa: E402
 from worker.attention.triton_paged import TritonBackend  # noqa: E402
+from worker.models import parallel_read  # noqa: E402
+from worker.models.parallel_read import ParallelReader, Piece, Scales  # noqa: E402
 from worker.models.quant_linear import quantize_linears  # noqa: E402
 from worker.models.registry import get_model_class  # noqa: E402
 from worker.quant.weights import KINDS  # noqa: E402
@@ -129,7 +132,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
         return original_cpu(tensor)
 
     def copy(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        found.reads += source.device != tensor.device and not non_blocking
+        if source.device != tensor.device:
+            assert source.dtype == tensor.dtype, "torch converts on the host, into memory that is not pinned"
+            found.reads += not non_blocking
         return torch.ops.aten.copy_.default(tensor, source, non_blocking)
 
     def launch(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
@@ -256,3 +261,39 @@ def test_the_largest_step_and_its_pool(monkeypatch):
         with torch.inference_mode():
             assert step().shape == (64, 320)
         assert dummy_bytes == 2 * 2 * (4 + 2) * 16 * 2 * 16 * 2
+
+
+class Inline:
+    """Runs what it is given at once: a thread would leave the fake mode."""
+
+    def __init__(self, *args: object) -> None: ...
+
+    def __enter__(self) -> Inline:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def submit(self, call: Any, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(call(*args))
+        return future
+
+
+def test_weights_are_copied_as_they_are_and_converted_on_the_device(tmp_path, monkeypatch):
+    """A float32 tensor for a bfloat16 place, codes with scales, one row for every head, and one that stays as it is."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(1 << 16))
+    monkeypatch.setattr(parallel_read, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(parallel_read, "CHUNK_BYTES", 1000)
+    with fake_cuda(monkeypatch) as device:
+        def place(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+        scales = Scales(torch.ones((2, 1), device="cuda:0"), 20, 64)
+        ParallelReader(torch.device("cuda:0")).read([
+            Piece(str(path), 0, 4 * 40 * 64, torch.float32, (40, 64), place(40, 64)),
+            Piece(str(path), 64, 40 * 64, torch.float8_e4m3fn, (40, 64), place(40, 64), scales),
+            Piece(str(path), 8, 2 * 16, torch.bfloat16, (16,), place(6, 16)),
+            Piece(str(path), 8, 40 * 64, torch.float8_e4m3fn, (40, 64), place(40, 64, dtype=torch.float8_e4m3fn)),
+        ], lambda fraction: None)
+        assert device.reads == 0
