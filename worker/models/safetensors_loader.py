@@ -24,9 +24,9 @@ SCALE = ".weight_scale"                         # of a narrow weight's slot
 def read_tensors(model: FlatModel, folder: str) -> dict[str, StoredTensor]:
     """Those of the folder that the model may need. Raises ConfigError."""
     # A tied head is the embedding; old checkpoints carry the rotary frequencies, ours follow from the config.
-    ignored = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
+    ignored = "lm_head.weight" if model.config.tie_word_embeddings else None
     return {name: tensor for name, tensor in read_folder(folder).items()
-            if name not in ignored and not name.endswith("rotary_emb.inv_freq")}
+            if not (ignored and name.startswith(ignored)) and not name.endswith("rotary_emb.inv_freq")}
 
 
 def kind_in_file(model: FlatModel, folder: str) -> str | None:
