@@ -1,7 +1,7 @@
 """Paged attention over a flat batch: one kernel for decodes, drafts and prefill chunks.
 
 A unit of work is a *task* (up to MAX_ROWS / G consecutive queries of one request, or one split of a decode's context)
-times one KV head, whose G query heads go together:
+with one KV head or, where there are tasks enough, all of them in turn. The G query heads of a KV head go together:
 
     scores [rows, 64] = q [rows, D] x K^T, 64 keys at a time: four groups of 16 keys, one vector each, because the pool
                         stores a block's keys transposed; no sums across lanes
@@ -26,7 +26,7 @@ from worker.jit.attend_tiles import (CHUNK, GROUP_COUNT, GROUP_FIELDS, GROUP_K, 
                                      GROUP_V_SCALES, scores_rows, values_rows)
 from worker.jit.kv_codes import apply_scales
 from worker.jit.vector import (add, device, div, exp, get_f32, get_i32, get_i64, keep_between, lane_numbers, load_f32,
-                               max_lanes, maximum, mul, set_f32, set_i64, splat, splat_i32, store_f32, sub, sum_lanes)
+                               max_lanes, maximum, mul, prefetch_line, set_f32, set_i64, splat, splat_i32, store_f32, sub, sum_lanes)
 
 _f32, _i32 = types.float32, types.int32
 HEADER = 16                                 # floats before a row's weighted values: maximum, sum
@@ -109,10 +109,19 @@ def _softmax_row(scores, state, ld, scale, low, high, n0, n1, n2, n3, is_open): 
 
 @device
 def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
+    """One head of a task, or all: then a head's last chunk asks for the next head's first keys and values."""
+    kv_heads, together = get_i64(step, st.KV_HEADS), get_i64(step, st.HEADS_TOGETHER)
+    task = get_i64(step, st.TASKS) + (unit * together // kv_heads) * (8 * TASK_FIELDS)
+    first = unit * together % kv_heads
+    for head in range(first, first + together):
+        _attend_head(op, step, task, head, min(head + 1, first + together - 1), thread, scale)
+
+
+@device
+def _attend_head(op, step, task, head, next_head, thread, scale):  # type: ignore[no-untyped-def]
     heads, kv_heads, dim = get_i64(step, st.HEADS), get_i64(step, st.KV_HEADS), get_i64(step, st.HEAD_DIM)
     size, kind, window = get_i64(step, st.BLOCK_SIZE), get_i64(step, st.POOL_KIND), get_i64(step, st.WINDOW)
-    group, head = heads // kv_heads, unit % kv_heads
-    task = get_i64(step, st.TASKS) + (unit // kv_heads) * (8 * TASK_FIELDS)
+    group = heads // kv_heads
     request, first, count = get_i64(task, REQUEST), get_i64(task, FIRST), get_i64(task, COUNT)
     position, partial = get_i64(task, POSITION), get_i64(task, PARTIAL)
     padded, padded_dim = (size + 15) // 16 * 16, (dim + 15) // 16 * 16
@@ -156,12 +165,19 @@ def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
             fresh = False
         for i in range(4 * GROUP_FIELDS):
             set_i64(groups, i, get_i64(groups, 4 * GROUP_FIELDS + i) if chunk > first_key else get_i64(groups, i))
-        index, within = _locate(groups + 4 * 8 * GROUP_FIELDS, chunk + CHUNK, tile_high, index, within, table, op,
-                                head, kv_heads, size, padded, dim * item, padded_dim * item, item)
+        if chunk + CHUNK <= last_key:
+            index, within = _locate(groups + 4 * 8 * GROUP_FIELDS, chunk + CHUNK, tile_high, index, within, table, op,
+                                    head, kv_heads, size, padded, dim * item, padded_dim * item, item)
+        else:
+            _locate(groups + 4 * 8 * GROUP_FIELDS, first_key, tile_high, first_key // padded, first_key % padded,
+                    table, op, next_head, kv_heads, size, padded, dim * item, padded_dim * item, item)
         num_keys = 0
         for g in range(4):
             num_keys += get_i64(groups, g * GROUP_FIELDS + GROUP_COUNT)
             set_i64(groups, g * GROUP_FIELDS + GROUP_NEXT_K, get_i64(groups, (4 + g) * GROUP_FIELDS + GROUP_K))
+            if has_scales:
+                prefetch_line(get_i64(groups, (4 + g) * GROUP_FIELDS + GROUP_K_SCALES))
+                prefetch_line(get_i64(groups, (4 + g) * GROUP_FIELDS + GROUP_V_SCALES))
         scores_rows(kind, rows, q_tile, padded_dim * 4, dim, groups, padded * item, scores)
         if has_scales:
             _scale(kind, rows, scores, groups + 8 * GROUP_K_SCALES)

@@ -1,7 +1,7 @@
 """How the attention of a step is cut into units of work.
 
-A task is some consecutive queries of one request, or one split of a short request's context; a unit is a task times one
-KV head. Knows lengths and tables, not keys.
+A task is some consecutive queries of one request, or one split of a short request's context; a unit is a task with one
+KV head or, when the tasks are many and of like size, with all. Knows lengths and tables, not keys.
 """
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from worker.jit.vector import device, get_i32, get_i64, set_i64
 SPLIT = 256                                 # keys of one split, in pool order
 MAX_ROWS = 96                               # query rows of a task, all heads of a group together
 SPLIT_QUERIES = 4                           # a request with at most so many queries may be split over the context
+_TASKS_PER_THREAD = 4                       # of equal tasks: enough to share them out whole, with all their heads
 # Fields of a task.
 REQUEST, FIRST, COUNT, POSITION, BEGIN, END, PARTIAL = range(7)
 TASK_FIELDS = 8
@@ -42,6 +43,7 @@ def plan_attention(step, num_threads):  # type: ignore[no-untyped-def]
         units += (types.int64(get_i32(starts, r + 1) - get_i32(starts, r)) + per_task - 1) // per_task * kv_heads
     may_split = units < 4 * num_threads
     num_tasks, num_partials = 0, 0
+    work, most_work = 0, 0                      # of all tasks and of the largest, in splits times queries
     for r in range(num_reqs):
         first, last = types.int64(get_i32(starts, r)), types.int64(get_i32(starts, r + 1))
         length = types.int64(get_i32(lengths, r))
@@ -69,8 +71,11 @@ def plan_attention(step, num_threads):  # type: ignore[no-untyped-def]
             else:
                 _task(tasks + num_tasks * (8 * TASK_FIELDS), r, at, count, position, split, end, -1)
                 num_tasks += 1
+            work += (end - split) * count
+            most_work = max(most_work, (end - split) * count)
             at += count
     set_i64(step, st.NUM_TASKS, num_tasks)
+    set_i64(step, st.HEADS_TOGETHER, kv_heads if most_work * _TASKS_PER_THREAD * num_threads <= work else 1)
 
 
 @device

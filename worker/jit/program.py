@@ -34,7 +34,7 @@ def prepare(op, step, num_threads):  # type: ignore[no-untyped-def]
     if code == MATMUL:
         return matmul.matmul_units(op, rows, num_threads)
     if code == ATTEND:
-        return get_i64(step, st.NUM_TASKS) * get_i64(step, st.KV_HEADS)
+        return get_i64(step, st.NUM_TASKS) * (get_i64(step, st.KV_HEADS) // get_i64(step, st.HEADS_TOGETHER))
     per_unit = _rows_per_unit(rows, num_threads)
     return (rows + per_unit - 1) // per_unit
 

@@ -184,6 +184,7 @@ f32_to_bits = make(types.int32, (types.float32,), lambda b, value: b.bitcast(val
 load_f32 = make(f32x16, (_ADDRESS,), lambda b, address: read(b, address, VF, 4))
 store_f32 = make(types.void, (_ADDRESS, f32x16), lambda b, address, value: write(b, address, value, 4))
 load_bf16 = make(f32x16, (_ADDRESS,), read_bf16)
+prefetch_line = make(types.void, (_ADDRESS,), prefetch)
 # Lanes as bytes, the low eight bits of each.
 store_bytes = make(types.void, (_ADDRESS, i32x16),
                    lambda b, address, value: write(b, address, b.trunc(value, ir.VectorType(I8, LANES))))
