@@ -1,7 +1,7 @@
 """Paged attention over a flat batch: one kernel for decodes, drafts and prefill chunks.
 
 A unit of work is a *task* (up to MAX_ROWS / G consecutive queries of one request, or one split of a decode's context)
-with one KV head or, where there are tasks enough, all of them in turn. The G query heads of a KV head go together:
+with one KV head or with all of them (attend_plan.py). The G query heads of a KV head go together:
 
     scores [rows, 64] = q [rows, D] x K^T, 64 keys at a time: four groups of 16 keys, one vector each, because the pool
                         stores a block's keys transposed; no sums across lanes
@@ -22,11 +22,12 @@ from numba import types
 from worker.jit import step as st
 from worker.jit.attend_plan import (BEGIN, COUNT, DONE, END, FIRST, MAX_ROWS, PADDING, PARTIAL, POSITION, REQUEST,
                                     SPLIT, SPLIT_QUERIES, TASK_FIELDS, TOKEN_FIELDS, pool_order)
-from worker.jit.attend_tiles import (CHUNK, GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_K_SCALES, GROUP_NEXT_K, GROUP_V,
-                                     GROUP_V_SCALES, scores_rows, values_rows)
+from worker.jit.attend_tiles import (CHUNK, GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_K_SCALES, GROUP_NEXT_K,
+                                     GROUP_NEXT_V, GROUP_V, GROUP_V_SCALES, scores_rows, values_rows)
 from worker.jit.kv_codes import apply_scales
 from worker.jit.vector import (add, device, div, exp, get_f32, get_i32, get_i64, keep_between, lane_numbers, load_f32,
-                               max_lanes, maximum, mul, prefetch_line, set_f32, set_i64, splat, splat_i32, store_f32, sub, sum_lanes)
+                               max_lanes, maximum, mul, prefetch_line, set_f32, set_i64, splat, splat_i32, store_f32,
+                               sub, sum_lanes)
 
 _f32, _i32 = types.float32, types.int32
 HEADER = 16                                 # floats before a row's weighted values: maximum, sum
@@ -109,19 +110,20 @@ def _softmax_row(scores, state, ld, scale, low, high, n0, n1, n2, n3, is_open): 
 
 @device
 def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
-    """One head of a task, or all: then a head's last chunk asks for the next head's first keys and values."""
-    kv_heads, together = get_i64(step, st.KV_HEADS), get_i64(step, st.HEADS_TOGETHER)
-    task = get_i64(step, st.TASKS) + (unit * together // kv_heads) * (8 * TASK_FIELDS)
-    first = unit * together % kv_heads
-    for head in range(first, first + together):
-        _attend_head(op, step, task, head, min(head + 1, first + together - 1), thread, scale)
+    kv_heads, whole = get_i64(step, st.KV_HEADS), get_i64(step, st.NUM_WHOLE)
+    if unit < whole:
+        _attend(op, step, unit, 0, kv_heads, thread, scale)
+    else:
+        _attend(op, step, whole + (unit - whole) // kv_heads, (unit - whole) % kv_heads, 1, thread, scale)
 
 
 @device
-def _attend_head(op, step, task, head, next_head, thread, scale):  # type: ignore[no-untyped-def]
+def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ignore[no-untyped-def]
+    """A task with some KV heads: chunk by chunk, and in each the heads in turn, as they lie in a block."""
     heads, kv_heads, dim = get_i64(step, st.HEADS), get_i64(step, st.KV_HEADS), get_i64(step, st.HEAD_DIM)
     size, kind, window = get_i64(step, st.BLOCK_SIZE), get_i64(step, st.POOL_KIND), get_i64(step, st.WINDOW)
     group = heads // kv_heads
+    task = get_i64(step, st.TASKS) + number * (8 * TASK_FIELDS)
     request, first, count = get_i64(task, REQUEST), get_i64(task, FIRST), get_i64(task, COUNT)
     position, partial = get_i64(task, POSITION), get_i64(task, PARTIAL)
     padded, padded_dim = (size + 15) // 16 * 16, (dim + 15) // 16 * 16
@@ -134,75 +136,98 @@ def _attend_head(op, step, task, head, next_head, thread, scale):  # type: ignor
     q_tile, total, part = scratch, scratch + most * padded_dim * 4, scratch + most * (padded_dim * 4 + ld)
     scores = part + most * ld
     limits = scores + most * (CHUNK * 4)
-    groups = limits + most * 16              # this chunk's four, then the next one's
-    m = 0
+    groups = limits + most * 16              # as the kernels read them, then where the first head's lie: here and next
+    here, ahead = groups + 4 * 8 * GROUP_FIELDS, groups + 8 * 8 * GROUP_FIELDS
     for t in range(count):
         at = position + t
         high = pool_order(at, size, padded)
         low = pool_order(max(0, at - window + 1), size, padded) if window > 0 else 0
         for g in range(group):
-            source = get_i64(op, Q) + (first + t) * get_i64(op, LD_Q) + (head * group + g) * dim * 4
-            _copy(source, q_tile + m * padded_dim * 4, dim)
+            m = t * group + g
             set_i64(limits, 2 * m, low)
             set_i64(limits, 2 * m + 1, high)
-            m += 1
+            for h in range(num_heads):
+                source = get_i64(op, Q) + (first + t) * get_i64(op, LD_Q) + ((first_head + h) * group + g) * dim * 4
+                _copy(source, q_tile + (h * rows + m) * padded_dim * 4, dim)
     tile_low, tile_high = get_i64(limits, 0), get_i64(limits, 2 * rows - 1)
 
     table = get_i64(step, st.TABLE) + request * get_i64(step, st.TABLE_STRIDE) * 4
+    total_ld = rows * ld                        # of a head
     if partial >= 0:
-        total = get_i64(step, st.PARTIALS) + (partial * kv_heads + head) * (group * SPLIT_QUERIES * ld)
-    _clear(rows, total, ld)
+        total_ld = group * SPLIT_QUERIES * ld
+        total = get_i64(step, st.PARTIALS) + (partial * kv_heads + first_head) * total_ld
+    for h in range(num_heads):
+        _clear(rows, total + h * total_ld, ld)
     first_key = max(get_i64(task, BEGIN) * SPLIT, tile_low // CHUNK * CHUNK)
     last_key = min(get_i64(task, END) * SPLIT - 1, tile_high)
     # Walks the groups of 16 keys, one chunk ahead: which block of the table, and where in it.
     index, within = first_key // padded, first_key % padded
-    index, within = _locate(groups, first_key, tile_high, index, within, table, op, head, kv_heads, size, padded,
+    index, within = _locate(ahead, first_key, tile_high, index, within, table, op, first_head, kv_heads, size, padded,
                             dim * item, padded_dim * item, item)
     fresh = True
     for chunk in range(first_key, last_key + 1, CHUNK):
         if fresh or chunk % SPLIT == 0:
-            _clear(rows, part, ld)
+            _clear(num_heads * rows, part, ld)
             fresh = False
         for i in range(4 * GROUP_FIELDS):
-            set_i64(groups, i, get_i64(groups, 4 * GROUP_FIELDS + i) if chunk > first_key else get_i64(groups, i))
-        if chunk + CHUNK <= last_key:
-            index, within = _locate(groups + 4 * 8 * GROUP_FIELDS, chunk + CHUNK, tile_high, index, within, table, op,
-                                    head, kv_heads, size, padded, dim * item, padded_dim * item, item)
-        else:
-            _locate(groups + 4 * 8 * GROUP_FIELDS, first_key, tile_high, first_key // padded, first_key % padded,
-                    table, op, next_head, kv_heads, size, padded, dim * item, padded_dim * item, item)
+            set_i64(here, i, get_i64(ahead, i))
+        index, within = _locate(ahead, chunk + CHUNK, tile_high, index, within, table, op, first_head, kv_heads, size,
+                                padded, dim * item, padded_dim * item, item)
         num_keys = 0
         for g in range(4):
-            num_keys += get_i64(groups, g * GROUP_FIELDS + GROUP_COUNT)
-            set_i64(groups, g * GROUP_FIELDS + GROUP_NEXT_K, get_i64(groups, (4 + g) * GROUP_FIELDS + GROUP_K))
+            num_keys += get_i64(here, g * GROUP_FIELDS + GROUP_COUNT)
+        n0, n1 = get_i64(here, GROUP_COUNT), get_i64(here, GROUP_FIELDS + GROUP_COUNT)
+        n2, n3 = get_i64(here, 2 * GROUP_FIELDS + GROUP_COUNT), get_i64(here, 3 * GROUP_FIELDS + GROUP_COUNT)
+        for h in range(num_heads):
+            _point(groups, here, ahead, h, num_heads, dim * padded * item, padded * padded_dim * item, padded * 2)
             if has_scales:
-                prefetch_line(get_i64(groups, (4 + g) * GROUP_FIELDS + GROUP_K_SCALES))
-                prefetch_line(get_i64(groups, (4 + g) * GROUP_FIELDS + GROUP_V_SCALES))
-        scores_rows(kind, rows, q_tile, padded_dim * 4, dim, groups, padded * item, scores)
-        if has_scales:
-            _scale(kind, rows, scores, groups + 8 * GROUP_K_SCALES)
-        n0, n1 = get_i64(groups, GROUP_COUNT), get_i64(groups, GROUP_FIELDS + GROUP_COUNT)
-        n2, n3 = get_i64(groups, 2 * GROUP_FIELDS + GROUP_COUNT), get_i64(groups, 3 * GROUP_FIELDS + GROUP_COUNT)
-        for m in range(rows):
-            low, high = get_i64(limits, 2 * m) - chunk, get_i64(limits, 2 * m + 1) - chunk
-            is_open = num_keys == CHUNK and high >= CHUNK - 1 and low <= 0
-            _softmax_row(scores + m * (CHUNK * 4), part + m * ld, ld, scale, low, high, n0, n1, n2, n3, is_open)
-        if has_scales:
-            _scale(kind, rows, scores, groups + 8 * GROUP_V_SCALES)
-        for g in range(4):
-            # Keys before the lowest window are not read: they may hold anything.
-            at, skip = groups + 8 * g * GROUP_FIELDS, max(0, tile_low - chunk - 16 * g)
-            if skip < get_i64(at, GROUP_COUNT):
-                values_rows(kind, rows, scores + (16 * g + skip) * 4, get_i64(at, GROUP_V) + skip * padded_dim * item,
-                        get_i64(at + 4 * 8 * GROUP_FIELDS, GROUP_V), padded_dim, get_i64(at, GROUP_COUNT) - skip,
-                        part + HEADER * 4, ld)
-        if (chunk + CHUNK) % SPLIT == 0 or chunk + CHUNK > last_key:
+                for g in range(4):
+                    prefetch_line(get_i64(ahead, g * GROUP_FIELDS + GROUP_K_SCALES) + h * padded * 2)
+                    prefetch_line(get_i64(ahead, g * GROUP_FIELDS + GROUP_V_SCALES) + h * padded * 2)
+            states = part + h * rows * ld
+            scores_rows(kind, rows, q_tile + h * rows * padded_dim * 4, padded_dim * 4, dim, groups, padded * item,
+                        scores)
+            if has_scales:
+                _scale(kind, rows, scores, groups + 8 * GROUP_K_SCALES)
             for m in range(rows):
-                merge(total + m * ld, part + m * ld, ld)
+                low, high = get_i64(limits, 2 * m) - chunk, get_i64(limits, 2 * m + 1) - chunk
+                is_open = num_keys == CHUNK and high >= CHUNK - 1 and low <= 0
+                _softmax_row(scores + m * (CHUNK * 4), states + m * ld, ld, scale, low, high, n0, n1, n2, n3, is_open)
+            if has_scales:
+                _scale(kind, rows, scores, groups + 8 * GROUP_V_SCALES)
+            for g in range(4):
+                # Keys before the lowest window are not read: they may hold anything.
+                at, skip = groups + 8 * g * GROUP_FIELDS, max(0, tile_low - chunk - 16 * g)
+                if skip < get_i64(at, GROUP_COUNT):
+                    values_rows(kind, rows, scores + (16 * g + skip) * 4,
+                                get_i64(at, GROUP_V) + skip * padded_dim * item, get_i64(at, GROUP_NEXT_V), padded_dim,
+                                get_i64(at, GROUP_COUNT) - skip, states + HEADER * 4, ld)
+        if (chunk + CHUNK) % SPLIT == 0 or chunk + CHUNK > last_key:
+            for h in range(num_heads):
+                for m in range(rows):
+                    merge(total + h * total_ld + m * ld, part + (h * rows + m) * ld, ld)
     if partial < 0:
-        for m in range(rows):
-            out = get_i64(op, OUT) + (first + m // group) * get_i64(op, LD_OUT) + (head * group + m % group) * dim * 4
-            finish(total + m * ld, dim, out)
+        for h in range(num_heads):
+            for m in range(rows):
+                out = (get_i64(op, OUT) + (first + m // group) * get_i64(op, LD_OUT)
+                       + ((first_head + h) * group + m % group) * dim * 4)
+                finish(total + h * total_ld + m * ld, dim, out)
+
+
+@device
+def _point(groups, here, ahead, h, num_heads, k_ld, v_ld, scales_ld):  # type: ignore[no-untyped-def]
+    """The four groups of the h-th head from those of the first; what comes next is the next head's, or after the last
+    head the next chunk's."""
+    is_last = h + 1 == num_heads
+    soon, behind = ahead if is_last else here, types.int64(0) if is_last else h + 1
+    for at in range(0, 4 * GROUP_FIELDS, GROUP_FIELDS):
+        set_i64(groups, at + GROUP_K, get_i64(here, at + GROUP_K) + h * k_ld)
+        set_i64(groups, at + GROUP_V, get_i64(here, at + GROUP_V) + h * v_ld)
+        set_i64(groups, at + GROUP_K_SCALES, get_i64(here, at + GROUP_K_SCALES) + h * scales_ld)
+        set_i64(groups, at + GROUP_V_SCALES, get_i64(here, at + GROUP_V_SCALES) + h * scales_ld)
+        set_i64(groups, at + GROUP_COUNT, get_i64(here, at + GROUP_COUNT))
+        set_i64(groups, at + GROUP_NEXT_K, get_i64(soon, at + GROUP_K) + behind * k_ld)
+        set_i64(groups, at + GROUP_NEXT_V, get_i64(soon, at + GROUP_V) + behind * v_ld)
 
 
 @device

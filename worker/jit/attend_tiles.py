@@ -17,9 +17,9 @@ from worker.jit.vector import (F32, I64, LANES, VF, constant, device, fma, make,
                                read_e4m3, read_int8, spread, write)
 
 CHUNK = 64                                  # keys of one call: four groups of 16
-# Fields of a group: addresses of its keys and values, how many of them exist, keys of the group 64 further on; where
-# there are scales, the addresses of those of its keys and values.
-GROUP_K, GROUP_V, GROUP_COUNT, GROUP_NEXT_K, GROUP_K_SCALES, GROUP_V_SCALES, GROUP_FIELDS = range(7)
+# Fields of a group: addresses of its keys and values and, where there are any, of their scales; how many keys exist;
+# keys and values that are wanted next.
+GROUP_K, GROUP_V, GROUP_K_SCALES, GROUP_V_SCALES, GROUP_COUNT, GROUP_NEXT_K, GROUP_NEXT_V, GROUP_FIELDS = range(8)
 ITEM_BYTES = {st.POOL_F32: 4, st.POOL_BF16: 2, st.POOL_INT8: 1, st.POOL_FP8: 1}
 FEW_ROWS = 3                                # up to so many rows a kernel fetches ahead
 
@@ -44,18 +44,17 @@ def make_scores(kind: int, rows: int) -> Any:
                 b.store(constant(VF, 0.0), cell)
         q_rows = [b.add(q, b.mul(ld_q, constant(I64, m))) for m in range(rows)]
         here = [read(b, offset(b, groups, 8 * (GROUP_FIELDS * g + GROUP_K)), I64, 8) for g in range(4)]
-        ahead = [read(b, offset(b, groups, 8 * (GROUP_FIELDS * g + GROUP_NEXT_K)), I64, 8) for g in range(4)]
+        sharing = 4 // ITEM_BYTES[kind]
         with cgutils.for_range(b, dim, intp=I64) as loop:
             at_k, at_q = b.mul(loop.index, ld_k), b.mul(loop.index, constant(I64, 4))
             keys = [_read_pool(b, kind, b.add(group, at_k)) for group in here]
-            if rows <= FEW_ROWS and ITEM_BYTES[kind] > 1:
-                for group in ahead:
-                    prefetch(b, b.add(group, at_k))
-            elif rows <= FEW_ROWS:          # four dimensions of a group share a line: one group's a round
-                which = b.and_(loop.index, constant(I64, 3))
-                at_next = b.add(groups, b.mul(which, constant(I64, 8 * GROUP_FIELDS)))
+            if rows <= FEW_ROWS:            # as many dimensions of a group as share a line: a group's line once
+                which = b.and_(loop.index, constant(I64, sharing - 1))
                 line = b.mul(b.sub(loop.index, which), ld_k)
-                prefetch(b, b.add(read(b, offset(b, at_next, 8 * GROUP_NEXT_K), I64, 8), line))
+                for g in range(0, 4, sharing):
+                    soon = b.add(groups, b.mul(which, constant(I64, 8 * GROUP_FIELDS)))
+                    soon = read(b, offset(b, soon, 8 * (GROUP_FIELDS * g + GROUP_NEXT_K)), I64, 8)
+                    prefetch(b, b.add(soon, line))
             for m in range(rows):
                 value = spread(b, read(b, b.add(q_rows[m], at_q), F32, 4), VF)
                 for g in range(4):

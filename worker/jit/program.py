@@ -34,7 +34,8 @@ def prepare(op, step, num_threads):  # type: ignore[no-untyped-def]
     if code == MATMUL:
         return matmul.matmul_units(op, rows, num_threads)
     if code == ATTEND:
-        return get_i64(step, st.NUM_TASKS) * (get_i64(step, st.KV_HEADS) // get_i64(step, st.HEADS_TOGETHER))
+        whole = get_i64(step, st.NUM_WHOLE)
+        return whole + (get_i64(step, st.NUM_TASKS) - whole) * get_i64(step, st.KV_HEADS)
     per_unit = _rows_per_unit(rows, num_threads)
     return (rows + per_unit - 1) // per_unit
 

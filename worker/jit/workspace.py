@@ -31,7 +31,7 @@ class AttentionWorkspace:
         group, width = heads // kv_heads, padded(dim)
         self._row_floats = HEADER + width
         rows = max(plan.MAX_ROWS, group * plan.SPLIT_QUERIES)
-        floats = rows * (width + 2 * self._row_floats + CHUNK + 4) + 256   # limits of a row: two int64; groups
+        floats = rows * (width + 2 * self._row_floats + CHUNK + 4) + 256   # limits of a row: two int64; 12 groups
         self._scratch = _floats((num_threads, padded(floats)))
         self.step[st.SCRATCH], self.step[st.SCRATCH_BYTES] = self._scratch.ctypes.data, self._scratch.strides[0]
         self._tasks = np.zeros((0, plan.TASK_FIELDS), np.int64)
