@@ -46,6 +46,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bos_token_id: int | None = None
     dtype: str = "float32"                       # the checkpoint's own; what "auto" starts from
     fp8_block: list[int] | None = None           # stored as e4m3: outputs x inputs of a scale, []: see weight_format.py
+    ggml_type: str | None = None                 # what most bytes of a GGUF file are stored as
     num_experts: int = 0                         # of a mixture of experts; 0: every MLP is dense
     num_experts_per_tok: int = 0                 # experts that compute each token
     moe_intermediate_size: int = 0               # width inside one expert
@@ -215,6 +216,9 @@ def from_gguf(file: GGUFFile) -> ModelConfig:
     has_key_length = fields.get("attention.key_length") is not None
     head_dim = fields.integer("attention.key_length") if has_key_length else _default_head_dim(
         fields, hidden_size, num_heads)
+    stored: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        stored[tensor.ggml_type] = stored.get(tensor.ggml_type, 0) + tensor.nbytes
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(key, head_dim) != head_dim:
             raise fields.fail(key, f"{head_dim} (the head dimension)")
@@ -232,7 +236,8 @@ def from_gguf(file: GGUFFile) -> ModelConfig:
         **(_gguf_experts(fields) if is_mixture else {}),
         sliding_window=fields.integer("attention.sliding_window", 0), eos_token_ids=list(dict.fromkeys(eos)),
         bos_token_id=next(iter(tokenizer.token_ids("bos_token_id")), None),
-        dtype={"F32": "float32", "F16": "float16"}.get(embedding.ggml_type, "bfloat16"))
+        dtype={"F32": "float32", "F16": "float16"}.get(embedding.ggml_type, "bfloat16"),
+        ggml_type=max(stored, key=stored.__getitem__))
 
 
 def _gguf_experts(fields: _Fields) -> dict[str, Any]:

@@ -239,7 +239,8 @@ def test_gguf_metadata_gives_the_same_config() -> None:
     assert from_gguf(gguf()) == ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, rope_theta=10000.0,
-        max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=[2, 9], bos_token_id=1, dtype="bfloat16")
+        max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=[2, 9], bos_token_id=1, dtype="bfloat16",
+        ggml_type="Q8_0")
 
 
 def test_gguf_families_and_heads() -> None:

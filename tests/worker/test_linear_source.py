@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -146,9 +147,14 @@ def make_process(files: ModelFiles, backend: str = "auto", cache: dict[str, Any]
 def test_what_a_worker_runs_is_chosen_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = write_model(tmp_path / "m.gguf", {})
     choice, _ = build.choose(make_process(files), "cpu")
-    assert choice is not None and (choice.mode, choice.kv_dtype) == ("keep", torch.bfloat16)
+    assert choice is not None and (choice.mode, choice.kv_dtype) == ("keep", torch.int8)
     choice, _ = build.choose(make_process(files, quantization="none"), "cpu")
     assert choice is not None and (choice.mode, choice.kv_dtype) == ("none", torch.float32)
+    for ggml_type, quantization, kv in (("Q4_1", "auto", torch.int8), ("Q8_0", "auto", torch.bfloat16),
+                                        ("Q8_0", "int4", torch.int8), ("Q4_0", "int8", torch.bfloat16)):
+        stored = msgspec.structs.replace(files, config=msgspec.structs.replace(files.config, ggml_type=ggml_type))
+        choice, _ = build.choose(make_process(stored, quantization=quantization), "cpu")
+        assert choice is not None and choice.kv_dtype == kv
     choice, _ = build.choose(make_process(files, cache=dict(kv_cache_dtype="float32")), "cpu")
     assert choice is not None and choice.kv_dtype == torch.float32
     assert build.choose(make_process(files), "cuda") == (None, "the device is cuda")
