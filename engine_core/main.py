@@ -62,8 +62,8 @@ class Links:
     def poll(self, timeout_ms: int) -> None:
         """Sleep until something arrives. Notes a Shutdown; ends the process when the supervisor is gone."""
         fd = self.life.lifeline.fileno()
-        if any(source == fd for source, _ in self.poller.poll(timeout_ms)):
-            for _, message in self.life.lifeline.receive():
+        if self.life.early or any(source == fd for source, _ in self.poller.poll(timeout_ms)):
+            for message in self.life.receive():
                 self.is_stopping |= isinstance(message, Shutdown)
                 if isinstance(message, (PeerUp, PeerDown)):
                     self.news.append(message)
@@ -98,10 +98,20 @@ class Links:
 
 
 def await_workers(links: Links, waiting_frontends: set[int]) -> WorkerReady:
-    """Until every worker is ready: pass its phases on to frontends, remember who said Hello."""
+    """Until every worker is ready: pass its phases on to frontends, remember who said Hello. A worker may be replaced
+    meanwhile."""
     ready: list[WorkerReady | None] = [None] * len(links.workers)
     while not links.is_stopping and not all(ready):
         links.poll(1000)
+        for news in links.news:
+            if news.role == "worker":
+                ready[news.rank] = None
+                if isinstance(news, PeerUp):
+                    links.replace_worker(news)
+            elif news.role == "frontend" and isinstance(news, PeerDown):
+                waiting_frontends.discard(news.rank)
+                links.frontends.forget(news.rank)
+        links.news.clear()
         for number, header, _ in links.frontends.drain():
             if header.kind == HELLO:
                 waiting_frontends.add(number)
@@ -175,7 +185,8 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
         for link in links.workers[1:]:
             for _ in link.drain():
                 pass
-        if has_worker and (order := nap.next_message(len(core.scheduler.rows.in_flight))) is not None:
+        order = nap.next_message(len(core.scheduler.rows.in_flight)) if has_worker else None
+        if order is not None:
             if isinstance(order, Sleep):
                 recorder.note(WORKER_LOST, 0, ())
                 core.worker_lost("it was sent to sleep")
@@ -189,9 +200,9 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
                 break
             recorder.note_plan(links.send_plan(plan))
             core.plan_sent(clock(), planned_ns)
-        if not has_worker or not core.scheduler.rows.in_flight:
+        if not has_worker or not (core.scheduler.rows.in_flight or nap.is_owed):
             plans.waiting()
-        elif steps != (core.step, core.committed_step):
+        elif order is not None or steps != (core.step, core.committed_step):
             plans.working()
         steps = core.step, core.committed_step
         now = clock()

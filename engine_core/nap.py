@@ -41,6 +41,11 @@ class Nap:
     def may_plan(self) -> bool:
         return self.state is State.AWAKE
 
+    @property
+    def is_owed(self) -> bool:
+        """The worker was told and has not answered."""
+        return self.state in (State.FALLING, State.WAKING)
+
     def ask(self, number: int, command: Command) -> Told:
         """A call of a frontend; the answers that are known at once."""
         call = number, command.call_id

@@ -68,7 +68,8 @@ class AsyncLLM:
         self._on_phase = on_phase
         self._process: EngineProcess | None = None
         self._client: EngineClient | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None        # runs before the core is ready: that may end before
+        self._waiter: asyncio.Task[None] | None = None
         self._names = itertools.count()
         self._grammars = GrammarChecker()
         self._resumed = asyncio.Event()         # clear: new requests wait
@@ -103,6 +104,7 @@ class AsyncLLM:
             finally:
                 loading.cancel()
             self._watch = asyncio.create_task(self._watch_process(self._process))
+            await self.wait_ready()
         except BaseException:
             await self.close()
             raise
@@ -123,8 +125,12 @@ class AsyncLLM:
                      wait: bool = True) -> AsyncLLM:
         """A frontend of an engine that somebody else started. With wait=False it becomes ready later (see `status`)."""
         llm = cls(config=EngineConfig(model=model))
-        await llm._connect(core, number, model, await asyncio.to_thread(Tokenizer.from_files, model.files), wait=wait)
+        await llm._connect(core, number, model, await asyncio.to_thread(Tokenizer.from_files, model.files))
         llm.served_model_name = served_model_name or llm.served_model_name
+        if wait:
+            await llm.wait_ready()
+        else:
+            llm._waiter = asyncio.create_task(llm._become_ready())
         return llm
 
     @classmethod
@@ -134,9 +140,14 @@ class AsyncLLM:
         `close` leaves the engine as it is. Raises ConfigError when none serves there."""
         engine = read_engine_file(run_dir)
         number = ATTACHED_NUMBERS + secrets.randbelow(ATTACHED_NUMBERS)
-        llm = await cls.attach(engine.core, number, engine.model, engine.served_model_name)
+        llm = await cls.attach(engine.core, number, engine.model, engine.served_model_name, wait=False)
         llm.watch_progress(run_dir)
         llm._watch = asyncio.create_task(llm._watch_file(run_dir))
+        try:
+            await llm.wait_ready()
+        except BaseException:
+            await llm.close()
+            raise
         return llm
 
     async def _watch_file(self, run_dir: str) -> None:
@@ -151,8 +162,7 @@ class AsyncLLM:
             if self._client is not None:
                 self._client.core_up(engine.core)
 
-    async def _connect(self, core: Peer, number: int, model: ModelSection, tokenizer: Tokenizer, *,
-                       wait: bool = True) -> None:
+    async def _connect(self, core: Peer, number: int, model: ModelSection, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
         self.tool_format = detect_format(self.chat_template.sources)
@@ -160,17 +170,13 @@ class AsyncLLM:
         self.served_model_name = model.files.served_name
         self._client = EngineClient(core, number)
         self._preparer = GrammarPreparer(self._client)
-        if wait:
-            self._on_ready(await self._client.wait_ready())
-        else:
-            self._waiter = asyncio.create_task(self._become_ready(self._client))
 
-    async def _become_ready(self, client: EngineClient) -> None:
+    async def _become_ready(self) -> None:
         with contextlib.suppress(EngineDeadError):
-            self._on_ready(await client.wait_ready())
+            await self.wait_ready()
 
     async def wait_ready(self) -> EngineReady:
-        """For attach(wait=False)."""
+        """Until the engine serves. Raises EngineDeadError when it ends first."""
         ready = await self._engine().wait_ready()
         self._on_ready(ready)
         return ready

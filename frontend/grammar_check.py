@@ -114,15 +114,20 @@ class GrammarChecker:
         return tried.seconds
 
     async def _ask(self, body: bytes) -> Tried:
-        helper = await self._start()
-        try:
-            return await asyncio.wait_for(helper.exchange(body), LATE_S)
-        except (TimeoutError, OSError, asyncio.IncompleteReadError):
-            await self.close()
-            return Tried(f"it could not be checked within {LATE_S:g} s; make it smaller", 0.0)
-        except BaseException:                   # cancelled with an answer on its way, which nobody would read
-            await self.close()
-            raise
+        """A helper that was killed by somebody says nothing about the grammar: another one tries it."""
+        for _ in range(2):
+            helper = await self._start()
+            try:
+                return await asyncio.wait_for(helper.exchange(body), LATE_S)
+            except TimeoutError:
+                await self.close()
+                break
+            except (OSError, asyncio.IncompleteReadError):
+                await self.close()
+            except BaseException:               # cancelled with an answer on its way, which nobody would read
+                await self.close()
+                raise
+        return Tried(f"it could not be checked within {LATE_S:g} s; make it smaller", 0.0)
 
     async def _start(self) -> Helper:
         if self._helper is not None and self._helper.process.poll() is None:

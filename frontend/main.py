@@ -48,7 +48,7 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
         loop.call_later(1.0, beat)
 
     def on_lifeline() -> None:
-        for _, message in life.lifeline.receive():
+        for message in life.receive():
             if isinstance(message, Shutdown) and not stopping.done():
                 stopping.set_result(message)
             elif isinstance(message, (PeerDown, PeerUp)):
@@ -65,6 +65,7 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
             stopping.set_result(Shutdown("the server was told to stop by SIGTERM"))
 
     loop.add_reader(life.lifeline.fileno(), on_lifeline)
+    on_lifeline()
     loop.add_signal_handler(signal.SIGTERM, on_signal)
     beat()
     llm = await AsyncLLM.attach(config.core, config.number, config.model, config.frontend.served_model_name, wait=False)

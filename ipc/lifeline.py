@@ -95,6 +95,7 @@ class ChildLife:
     def __init__(self, role: str, rank: int, lifeline: Lifeline) -> None:
         self.role, self.rank, self.lifeline = role, rank, lifeline
         self.run_dir = ""
+        self.early: list[Any] = []              # messages that came right behind the section
 
     @staticmethod
     def from_argv(role: str, *, death_signal: int = signal.SIGKILL) -> ChildLife:
@@ -115,13 +116,19 @@ class ChildLife:
     def config(self, expected: type[Any]) -> Any:
         """Wait for this process's section."""
         while True:
-            for _, message in self.lifeline.receive(block=True):
+            messages = [message for _, message in self.lifeline.receive(block=True)]
+            for place, message in enumerate(messages):
                 if isinstance(message, expected):
                     section = message.config
-                    self.run_dir = section.run_dir
+                    self.run_dir, self.early = section.run_dir, messages[place + 1:]
                     return section
             if self.lifeline.is_closed:
                 self.exit_orphaned()
+
+    def receive(self) -> list[Any]:
+        """What the supervisor said since. Call once after the start too: `early` makes no descriptor readable."""
+        early, self.early = self.early, []
+        return early + [message for _, message in self.lifeline.receive()]
 
     def phase(self, name: str, fraction: float, seconds: float = 0.0, detail: str = "") -> Phase:
         message = Phase(self.role, name, fraction, seconds, detail)

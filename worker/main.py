@@ -39,6 +39,7 @@ logger = logging.getLogger("worker")
 
 PHASE_INTERVAL_S = 0.1
 PROFILER_S = 60.0                               # prediction for reading what the profiler recorded
+NAP_S = 60.0                                    # for giving up weights and pool, and each phase of making them again
 UPGRADE_POLL_MS = 200                           # while kernels are being compiled
 TIDY_MS = 200                                   # idle for so long, a worker gives back what only its start needed
 FIRST_STEP_S = 6.0                              # prediction for the first step, which may warm things up
@@ -100,9 +101,9 @@ class WorkerLoop:
 
     def poll(self, timeout_ms: int | None) -> bool:
         """Whether anything came."""
-        fd, events = self.life.lifeline.fileno(), self.poller.poll(timeout_ms)
-        if any(source == fd for source, _ in events):
-            for _, message in self.life.lifeline.receive():
+        fd, events = self.life.lifeline.fileno(), [] if self.life.early else self.poller.poll(timeout_ms)
+        if self.life.early or any(source == fd for source, _ in events):
+            for message in self.life.receive():
                 self.is_stopping |= isinstance(message, Shutdown)
             if self.life.lifeline.is_closed:
                 self.life.exit_orphaned()
@@ -159,6 +160,7 @@ class WorkerLoop:
                 elif isinstance(message, PrepareGrammar):
                     self.grammar_calls.handle(message, runner.grammars)
                 elif isinstance(message, Sleep) and header.epoch == self.link.epoch:
+                    progress.working(NAP_S)
                     self._drop(runner)
                     kept = self._kept(runner, message.level)
                     del runner                  # the last reference
@@ -207,7 +209,9 @@ class WorkerLoop:
             os._exit(0)
         cache = msgspec.structs.replace(self.config.cache, num_gpu_blocks_override=num_blocks)
         config = msgspec.structs.replace(self.config, cache=cache)
-        runner, ready = build_runner(config, Starting(self.life, self.link), progress.waiting, kept.pop())
+        progress.working(NAP_S)
+        runner, ready = build_runner(config, Starting(self.life, self.link), lambda: progress.working(NAP_S),
+                                     kept.pop())
         runner.ring = self.ring
         release_memory()
         self.link.send(ready)

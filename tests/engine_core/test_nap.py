@@ -17,11 +17,12 @@ def test_the_worker_is_told_when_nothing_is_in_flight() -> None:
     nap = Nap()
     assert nap.ask(1, Command(7, "sleep", level=2)) == [] and not nap.may_plan
     assert nap.next_message(2) is None and nap.state is State.DRAINING
-    assert nap.next_message(0) == Sleep(2) and nap.next_message(0) is None
+    assert not nap.is_owed
+    assert nap.next_message(0) == Sleep(2) and nap.next_message(0) is None and nap.is_owed
     assert values(nap.slept()) == [(1, 7, True, False)] and nap.state is State.ASLEEP
-    assert nap.next_message(0) is None
+    assert nap.next_message(0) is None and not nap.is_owed
     assert nap.ask(2, Command(8, "wake_up")) == []
-    assert nap.next_message(0) == WakeUp() and nap.next_message(0) is None
+    assert nap.next_message(0) == WakeUp() and nap.next_message(0) is None and nap.is_owed
     assert values(nap.woken()) == [(2, 8, True, False)] and nap.may_plan
 
 

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import contextlib
 import json
 import time
@@ -129,6 +131,20 @@ def test_a_helper_that_is_killed_is_replaced():
         checker._helper.process.kill()
         checker._helper.process.wait()
         await checker.check(StructuredOutputs(regex="b"))
+    run(task)
+
+
+def test_a_grammar_is_not_blamed_for_a_helper_that_somebody_killed():
+    """It was refused as too large, and stayed so."""
+    async def task(checker: GrammarChecker) -> None:
+        await checker.check(StructuredOutputs(choice=["a"]))
+        helper = checker._helper
+        assert helper is not None
+        os.killpg(helper.process.pid, signal.SIGSTOP)
+        asking = asyncio.create_task(checker.check(StructuredOutputs(choice=["b"])))
+        await asyncio.sleep(0.05)
+        os.killpg(helper.process.pid, signal.SIGKILL)
+        await asking
     run(task)
 
 

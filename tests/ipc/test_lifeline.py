@@ -54,6 +54,18 @@ def test_a_message_in_pieces_is_put_together(ends):
     assert messages(b) == [Ready("ready")]
 
 
+def test_what_comes_right_behind_the_section_is_not_lost(ends):
+    """News of a worker's successor went with the core's section: the core waited for the dead one for ever."""
+    a, b = ends
+    life = ChildLife("engine_core", 0, b)
+    config = filled(ConfigCore)
+    for message in (Ready("stale"), config, Shutdown("now"), Ready("late")):
+        a.send(message)
+    assert life.config(ConfigCore) == config.config
+    a.send(Ready("later"))
+    assert life.receive() == [Shutdown("now"), Ready("late"), Ready("later")] and life.receive() == []
+
+
 def test_a_large_message_arrives_whole(ends):
     a, b = ends
     failure = Failure("reason", "x" * 100_000)

@@ -102,6 +102,22 @@ def test_a_server_goes_on_when_its_processes_are_killed_one_after_the_other(tiny
         server.kill()
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1])
+def test_a_worker_that_ends_while_a_new_core_starts_is_followed(delay_s: float, tiny_model: str, temp: str) -> None:
+    """The new core did not hear of the worker's successor, and waited for the dead one for ever."""
+    async def run() -> None:
+        async with AsyncLLM(tiny_model, **OPTIONS) as llm:
+            started = asyncio.Event()
+            running = asyncio.create_task(collect(llm, *REQUESTS[0], started))
+            await started.wait()
+            os.kill(llm.pids[2], signal.SIGKILL)
+            await asyncio.sleep(delay_s)
+            os.kill(llm.pids[1], signal.SIGKILL)
+            assert [len(tokens) for tokens in await asyncio.wait_for(running, 30)] == [NUM_TOKENS]
+            await wait_idle(llm)
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("index", [1, 2])
 def test_a_process_that_is_stopped_while_idle_is_noticed_and_replaced(index: int, tiny_model: str, temp: str) -> None:
     """A worker stopped in its wait for a plan cannot say that it is late: the core does."""

@@ -71,6 +71,18 @@ def test_a_core_that_ends_during_a_sleep_comes_back_awake(tiny_model: str, temp:
     asyncio.run(run())
 
 
+def test_a_worker_that_is_stopped_while_it_sleeps_is_replaced_by_the_call_to_wake_up(tiny_model: str,
+                                                                                      temp: str) -> None:
+    """Nobody looked for an answer to anything but a plan: the call never returned."""
+    async def run() -> None:
+        async with AsyncLLM(tiny_model, **OPTIONS) as llm:
+            await llm.sleep(1)
+            os.kill(llm.pids[1], signal.SIGSTOP)
+            await asyncio.wait_for(llm.wake_up(), 60)
+            assert len(await tokens_of(llm, "Count on")) == 200
+    asyncio.run(run())
+
+
 def test_a_sleeping_worker_answers_the_calls_of_the_profiler(tiny_model: str, temp: str) -> None:
     async def run() -> None:
         async with AsyncLLM(tiny_model, **OPTIONS) as llm:
