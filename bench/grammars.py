@@ -25,7 +25,7 @@ import numpy as np
 from bench.hostile_grammars import Form, Named, harmless, hostile, sized
 from bench.tiny_model import write_tiny_model
 from frontend import AsyncLLM, SamplingParams
-from ipc.errors import RequestError
+from ipc.errors import OverloadedError, RequestError
 
 LIMIT_S = 2.5
 MAX_RISE = 0.10
@@ -72,7 +72,7 @@ async def answer(llm: AsyncLLM, form: Form) -> tuple[float, str]:
         async for _ in llm.generate("x", SamplingParams(max_tokens=1, structured_outputs=spec)):
             pass
         what = "accepted"
-    except RequestError:
+    except (RequestError, OverloadedError):
         what = "refused"
     except Exception as error:
         what = f"failed: {type(error).__name__}: {error}"

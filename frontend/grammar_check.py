@@ -24,7 +24,7 @@ from ipc.child import environment, python_command
 from ipc.errors import OverloadedError, RequestError
 from ipc.structured_outputs import StructuredOutputs
 
-LATE_S = 2.4                                    # the helper should have answered by itself
+LATE_S = 2.4                                    # of the clock; the helper itself counts CPU
 HEAD = struct.Struct("<If")                     # of an answer: bytes of text, seconds of CPU
 START_S = 30.0
 MAX_WAITING = 64
@@ -90,7 +90,7 @@ class GrammarChecker:
 
     async def check(self, spec: StructuredOutputs) -> float:
         """Seconds of CPU that it takes to compile, about. Raises RequestError when the grammar cannot be used,
-        OverloadedError when too many wait to be checked."""
+        OverloadedError when too many wait to be checked, or the machine is too busy."""
         body = msgspec.msgpack.encode(spec)
         key = hashlib.blake2b(body, digest_size=16).digest()
         tried = self._known.get(key)
@@ -127,7 +127,8 @@ class GrammarChecker:
             except BaseException:               # cancelled with an answer on its way, which nobody would read
                 await self.close()
                 raise
-        return Tried(f"it could not be checked within {LATE_S:g} s; make it smaller", 0.0)
+        raise OverloadedError(f"the grammar could not be checked within {LATE_S:g} s, of which it got less than 2 of "
+                              "CPU; try again in a moment, or make it smaller")
 
     async def _start(self) -> Helper:
         if self._helper is not None and self._helper.process.poll() is None:

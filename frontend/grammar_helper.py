@@ -1,7 +1,7 @@
 """The processes that try out grammars for grammar_check.py, one at a time.
 
 Started at the lowest priority. The first one does nothing but fork: a child that is warm, may run wild, and ends when a
-grammar takes too much memory or, by an alarm, too long; then it says so and forks the next. Its input has frames of
+grammar takes too much memory or, by an alarm, too much CPU; then it says so and forks the next. Its input has frames of
 msgpack of StructuredOutputs behind their length; each is answered with a HEAD, bytes of text and seconds of CPU, and a
 text: empty, or what is wrong. Knows no model: a grammar meets a vocabulary of bytes.
 """
@@ -21,7 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from ipc.structured_outputs import PARSER_LIMITS, StructuredOutputs, grammar_text, one_line
 
-TIME_S = 2.0
+TIME_S = 2.0                                    # of CPU: on a busy machine a sound grammar takes longer
 MEMORY_BYTES = 64 << 20                         # beyond what the idle process takes
 MAX_ERROR_CHARS = 500
 EOS = 256
@@ -73,12 +73,12 @@ def serve(tokenizer: LLTokenizer, limits: LLParserLimits, is_busy: mmap.mmap) ->
         body = source.read(struct.unpack("<I", head)[0])
         is_busy[0] = 1
         began = time.process_time()
-        signal.setitimer(signal.ITIMER_REAL, TIME_S)            # its default action ends the process
+        signal.setitimer(signal.ITIMER_PROF, TIME_S)            # its default action ends the process
         try:
             problem = problem_with(decode(body), tokenizer, limits)
         except MemoryError:
             problem = "it needs too much memory"
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         is_busy[0] = 0
         answer(problem, time.process_time() - began)
 

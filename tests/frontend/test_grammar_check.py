@@ -16,7 +16,7 @@ import uvloop
 
 from bench.hostile_grammars import harmless, hostile, sized
 from frontend.grammar_check import GrammarChecker
-from ipc.errors import RequestError
+from ipc.errors import OverloadedError, RequestError
 from ipc.structured_outputs import StructuredOutputs
 
 GOOD: list[dict[str, Any]] = [
@@ -62,7 +62,7 @@ def test_sound_grammars_pass_and_broken_ones_are_refused_with_a_reason():
 def test_whatever_a_grammar_does_to_the_helper_the_next_one_is_checked_as_ever():
     async def task(checker: GrammarChecker) -> None:
         for form in (dict(regex="(ab){1000000000}"), dict(regex="(a{1,9999}){9999}"), dict(json='{"$ref": "#"}')):
-            with contextlib.suppress(RequestError):
+            with contextlib.suppress(RequestError, OverloadedError):
                 await checker.check(StructuredOutputs(**form))
             await checker.check(StructuredOutputs(regex="fine"))
     run(task)
@@ -117,7 +117,7 @@ def test_a_hundred_hostile_grammars_are_refused_and_those_that_only_look_hostile
                 if isinstance(spec, str):
                     raise RequestError(spec)
                 await checker.check(spec)
-            except RequestError as error:
+            except (RequestError, OverloadedError) as error:    # the latter on a machine that is very busy
                 refused[name] = str(error)
     run(task)
     assert [name for name, _ in hostile() if not refused.get(name)] == []
@@ -161,9 +161,11 @@ def test_a_helper_that_takes_too_long_is_killed(monkeypatch):
     async def task(checker: GrammarChecker) -> None:
         await checker.check(StructuredOutputs(regex="a"))
         monkeypatch.setattr("frontend.grammar_check.LATE_S", 0.0)
-        with pytest.raises(RequestError, match="could not be checked within 0 s"):
+        with pytest.raises(OverloadedError, match="could not be checked within 0 s"):
             await checker.check(StructuredOutputs(regex="b"))
         assert checker._helper is None
+        monkeypatch.undo()
+        await checker.check(StructuredOutputs(regex="b"))       # it was not the grammar's fault
     run(task)
 
 
