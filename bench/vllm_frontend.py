@@ -102,13 +102,15 @@ async def measure(port: int, pid: int, streams: int, rate: float, seconds: float
     from bench.frontend_load import call, chat_request, steady_cost
 
     first, last = int(3 * rate), int((3 + seconds) * rate)
-    request = chat_request(port, "model", "Tell me a story.", last + int(2 * rate), ignore_eos=True)
+    tokens = last + int(2 * rate)
+    request = chat_request(port, "model", "Tell me a story.", tokens, ignore_eos=True)
     calls = [await call(port, request) for _ in range(streams)]
     cost = await steady_cost(calls, pid, first, last)
+    await asyncio.gather(*(one.done for one in calls))
     events = min(one.num_events for one in calls)
-    for one in calls:
-        one.transport.close()
-    return {"us_per_token": round(cost, 2), "streams": streams, "min_events": events}
+    if events < tokens:
+        raise RuntimeError(f"a stream had {events} events for {tokens} tokens: deltas were joined, the cost is of less")
+    return {"us_per_token": round(cost, 2), "streams": streams, "tokens": tokens, "min_events": events}
 
 
 async def wait_for(port: int) -> None:

@@ -19,6 +19,10 @@ _MAX_HELD_TOKENS = 32                # of a window whose text ends in U+FFFD wit
 class Detokenizer(Protocol):
     """The text of one choice of one request."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held back, and the text of what follows does not depend on what came before."""
+
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete; "" while a character is unfinished."""
 
@@ -49,6 +53,10 @@ class TableDetokenizer:
         self._bytes = tokenizer.byte_table
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._pending = b""
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._pending
 
     def feed(self, token_ids: Sequence[int]) -> str:
         if not self._pending:
@@ -90,6 +98,10 @@ class WindowDetokenizer:
         self._prefix: list[int] = []     # tokens whose text is out; they give the next ones their context
         self._prefix_text = ""
         self._waiting: list[int] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return False
 
     def feed(self, token_ids: Sequence[int]) -> str:
         return "".join([self._step(index) for index in token_ids])

@@ -46,6 +46,8 @@ class EngineClient:
         self._counter = itertools.count(1)
         self._calls = itertools.count(1)
         self._choices: dict[int, Choice] = {}
+        self._row_ids = b""                     # of the last tokens, and whose they were
+        self._rows: list[Choice | None] = []
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._became_ready = asyncio.Event()
         self.timeline = Timeline(time.monotonic_ns())
@@ -97,7 +99,7 @@ class EngineClient:
     def _replay(self) -> None:
         for choice in list(self._choices.values()):
             if choice.is_ended:
-                del self._choices[choice.request_id]        # it waited for the end of what nobody wants
+                self._pop(choice.request_id)    # it waited for the end of what nobody wants
                 continue
             if choice.message is None:
                 raise RuntimeError(f"request {choice.request_id} is live and was never sent")
@@ -137,7 +139,7 @@ class EngineClient:
 
     def forget(self, choices: list[Choice]) -> None:
         for choice in choices:
-            self._choices.pop(choice.request_id, None)
+            self._pop(choice.request_id)
 
     async def command(self, name: str, request_id: int = 0, level: int = 0, grammar: bytes = b"") -> Any:
         """A control call to the core. Raises ValueError with the core's text."""
@@ -224,29 +226,57 @@ class EngineClient:
         if outputs.logprobs or outputs.prompt_logprobs or outputs.pooled:
             self._on_extras(outputs)            # before the tokens they belong to
         if outputs.tokens:
-            ids = np.frombuffer(outputs.request_ids, np.int64)
-            stop_at = self._stop_positions(ids, outputs.finished)
-            unwanted: list[Choice] = []
-            tokens, index = np.frombuffer(outputs.tokens, np.int32), np.frombuffer(outputs.output_index, np.int32)
-            for i, (request_id, number, token) in enumerate(zip(ids.tolist(), index.tolist(), tokens.tolist())):
-                choice = choices.get(request_id)
-                if choice is None or choice.finish_reason is not None:
-                    continue                    # aborted, or past a stop string: never text, never usage
-                if number != len(choice.token_ids):
-                    choice.stream.fail(RequestFailedError(
-                        f"token {number} arrived where {len(choice.token_ids)} was due"))
-                    continue
-                choice.token_ns.append(now_ns)
-                if choice.receive(token, i in stop_at):
-                    unwanted.append(choice)
-                    choice.stream.on_end()
-                choice.stream.on_token(choice, now_ns)
-            if unwanted:
-                self.abort(unwanted)
+            self._on_tokens(outputs, now_ns)
         for finished in outputs.finished:
-            choice = choices.pop(finished.request_id, None)
+            choice = self._pop(finished.request_id)
             if choice is not None:
                 choice.stream.on_finished(choice, finished)
+
+    def _on_tokens(self, outputs: Outputs, now_ns: int) -> None:
+        """One token for each row. Most are plain, and go the short way: into the journal and to the sink's writer."""
+        rows = self._rows_of(outputs.request_ids)
+        stop_at = self._stop_positions(np.frombuffer(outputs.request_ids, np.int64), outputs.finished)
+        for i in stop_at:
+            if (choice := rows[i]) is not None:
+                choice.writer = None       # this token ends it, and is no text
+        numbers, tokens = np.frombuffer(outputs.output_index, np.int32), np.frombuffer(outputs.tokens, np.int32)
+        unwanted: list[Choice] = []
+        for i, (choice, number, token) in enumerate(zip(rows, numbers.tolist(), tokens.tolist())):
+            if choice is None:
+                continue                        # aborted
+            writer = choice.writer
+            if writer is not None and number == len(choice.token_ids):
+                text = choice.plain[token]
+                if text is not None and writer.write(text, now_ns):
+                    choice.token_ids.append(token)
+                    choice.token_ns.append(now_ns)
+                    choice.num_taken_tokens = number + 1
+                    continue
+            if choice.finish_reason is not None:
+                continue                        # past a stop string: never text, never usage
+            if number != len(choice.token_ids):
+                choice.stream.fail(RequestFailedError(
+                    f"token {number} arrived where {len(choice.token_ids)} was due"))
+                continue
+            choice.token_ns.append(now_ns)
+            if choice.receive(token, i in stop_at):
+                unwanted.append(choice)
+                choice.stream.on_end()
+            choice.stream.on_token(choice, now_ns)
+        if unwanted:
+            self.abort(unwanted)
+
+    def _rows_of(self, request_ids: memoryview) -> list[Choice | None]:
+        """Whose they are. Step after step they are mostly the same."""
+        ids = bytes(request_ids)
+        if ids != self._row_ids:
+            self._row_ids = ids
+            self._rows = [self._choices.get(request_id) for request_id in np.frombuffer(ids, np.int64).tolist()]
+        return self._rows
+
+    def _pop(self, request_id: int) -> Choice | None:
+        self._row_ids, self._rows = b"", []
+        return self._choices.pop(request_id, None)
 
     def _on_extras(self, outputs: Outputs) -> None:
         for news in outputs.logprobs:
@@ -276,6 +306,7 @@ class EngineClient:
         for choice in list(self._choices.values()):
             choice.stream.fail(error)
         self._choices.clear()
+        self._row_ids, self._rows = b"", []
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(error)

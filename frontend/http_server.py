@@ -16,8 +16,9 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from frontend.http_push import PUSH, BorrowedSocket, Outbox, Push
 from ipc.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 16 << 10
 IDLE_CONNECTION_S = 65          # longer than the idle time of common client pools, so that they close first
 BACKLOG = 2048
-PUSH = "threefold.push"         # in scope["extensions"]: a Push
+DATE_INTERVAL_S = 1.0           # between updates of the date header
 MIN_GRACE_S = 0.25
 REQUEST_READ_S = 60             # from the first byte of a request (or the connection's begin) to its last
 SLOW_READER_S = 30              # in which a client must take some of what is buffered for it (64 KiB and the kernel's)
@@ -45,29 +46,6 @@ _TOO_SLOW = _refusal("408 Request Timeout", "RequestTimeoutError",
                      f"the request took more than {REQUEST_READ_S} s to arrive")
 
 
-class Push:
-    """Writes a piece of a started, chunked answer at once, from any callback of the loop: `send` of ASGI without its
-    coroutine and its dict, half of what a short event costs. False when nothing was written: the answer has not begun
-    or has ended, the client is gone, or it reads so slowly that the piece should wait and grow."""
-
-    __slots__ = ("_cycle", "_flow", "_write")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
-
-    @property
-    def is_open(self) -> bool:
-        cycle = self._cycle
-        return bool(cycle.chunked_encoding and not cycle.response_complete and not cycle.disconnected
-                    and not self._flow.write_paused)
-
-    def __call__(self, data: bytes) -> bool:
-        if not self.is_open:
-            return False
-        self._write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
-
 class LimitedHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on what a client may hold without using it.
 
@@ -79,6 +57,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """
 
     max_connections = 0         # 0: no limit; set by a subclass, for uvicorn makes the instances
+    outbox: Outbox              # the server's; as above
     request_read_s = REQUEST_READ_S
     slow_reader_s = SLOW_READER_S
     _header_bytes = 0           # received since the last complete header; data of a started body does not count
@@ -86,9 +65,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _reading: asyncio.TimerHandle | None = None         # runs from the connection or a request's first byte to its last
     _stalled: asyncio.TimerHandle | None = None         # runs while the client does not take what is written
     _idle_since = 0.0
+    _socket: BorrowedSocket | None = None               # once an answer asked for it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._pushes: list[Push] = []                   # of answers that are not complete
         self._expect_request()
         if self.max_connections and len(self.connections) > self.max_connections and not self._make_room():
             self._refuse(_TOO_MANY)
@@ -97,6 +78,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         _cancel(self._reading)
         _cancel(self._stalled)
         super().connection_lost(exc)
+        for push in self._pushes:
+            push.lose()
+        if self._socket is not None:
+            self._socket.detach()               # the transport closes it when this returns
+
+    def _borrow_socket(self) -> BorrowedSocket | None:
+        if self._socket is None:
+            self._socket = BorrowedSocket.of(self.transport)
+        return self._socket
 
     @property
     def is_idle(self) -> bool:
@@ -138,7 +128,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope["extensions"] = {PUSH: Push(self.cycle)}  # type: ignore[dict-item]
+            self._pushes = [push for push in self._pushes if not push.is_ended]
+            self._pushes.append(Push(self.cycle, self._borrow_socket, self.outbox))
+            self.scope["extensions"] = {PUSH: self._pushes[-1]}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
         _cancel(self._reading)
@@ -158,12 +150,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._settle()
         _cancel(self._stalled)
         self._stalled = self.loop.call_later(self.slow_reader_s, self._cut_off)
 
     def resume_writing(self) -> None:
         _cancel(self._stalled)
         super().resume_writing()
+        self._settle()
+
+    def _settle(self) -> None:
+        for push in self._pushes:
+            push.settle()
 
     def _cut_off(self) -> None:
         logger.warning("a client at %s took less than %d bytes in %g s; its connection is closed and its requests end",
@@ -178,11 +176,12 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without signal handlers, and with an event instead of a flag for "listening"."""
+    """uvicorn's server without signal handlers, and with events instead of flags for "listening" and "exit"."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self.exiting = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -194,6 +193,14 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         self.listening.set()
 
+    async def main_loop(self) -> None:
+        """Keep the date header right. uvicorn's own loop looks ten times a second whether it should exit."""
+        while not self.exiting.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATE_INTERVAL_S):
+                    await self.exiting.wait()
+
 
 class HttpServer:
     """One listening server. `start` returns when connections are accepted, `stop` when the last one is gone."""
@@ -202,7 +209,8 @@ class HttpServer:
                  ssl_keyfile: str = "") -> None:
         self._app = app
         self._sock = sock
-        self._protocol = type("HttpProtocol", (LimitedHttpProtocol,), {"max_connections": max_connections})
+        self._protocol = type("HttpProtocol", (LimitedHttpProtocol,), {
+            "max_connections": max_connections, "outbox": Outbox()})
         self._ssl = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile or None} if ssl_certfile else {}
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -245,7 +253,7 @@ class HttpServer:
             return
         # Idle connections need a moment to close; without it uvicorn would report them as cancelled.
         self._server.config.timeout_graceful_shutdown = max(grace_s, MIN_GRACE_S)  # type: ignore[assignment]
-        self._server.should_exit = True
+        self._server.exiting.set()
         await asyncio.shield(self._task)
         tasks = list(self._server.server_state.tasks)
         if tasks:

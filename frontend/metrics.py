@@ -106,7 +106,7 @@ class Metrics:
         for choice in stream.choices:
             reason = choice.finish_reason or "abort"
             self.finished[reason] = self.finished.get(reason, 0) + 1
-            gaps = np.diff(np.frombuffer(choice.token_ns, np.int64)) / 1e9
+            gaps = np.diff(np.array(choice.token_ns, np.int64)) / 1e9
             self._itl_counts += np.bincount(np.searchsorted(ITL, gaps), minlength=len(self._itl_counts))
             self._itl_sum += float(gaps.sum())
         self.num_prompt_tokens += prompt

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from frontend.detokenizer import make_detokenizer
 from frontend.outputs import CompletionOutput, Logprob, Logprobs, OutputKind, RequestMetrics, RequestOutput
+from frontend.plain_tokens import PlainTokens, plain_tokens
 from frontend.request_context import RequestContext
 from frontend.stop_strings import StopChecker
 from ipc.errors import error_from_code
@@ -26,7 +25,25 @@ if TYPE_CHECKING:
     from frontend.tokenizer import Tokenizer
 
 
-Sink = Callable[[int, str], bool]               # (index of the choice, its new text) -> whether it was taken
+class TextWriter(Protocol):
+    """The short way into a sink."""
+
+    def write(self, text: bytes, now_ns: int, /) -> bool:
+        """A token's text as JSON, and when it came. False: it was not taken."""
+        ...
+
+
+class Sink(Protocol):
+    """Where the text of running choices goes before anybody is woken."""
+
+    def __call__(self, index: int, text: str) -> bool:
+        """New text of a choice. False: it was not taken."""
+        ...
+
+    def writer(self, index: int) -> TextWriter | None:
+        """A faster way for tokens whose text stands by itself. It may refuse, and the text is then offered as above.
+        Asked for when the sink has just taken text of this choice."""
+        ...
 
 
 class Choice:
@@ -34,7 +51,8 @@ class Choice:
 
     __slots__ = ("stream", "request_id", "index", "token_ids", "text", "num_taken_chars", "num_taken_tokens",
                  "new_text", "finish_reason", "stop_reason", "is_reported", "message", "logprobs",
-                 "cumulative_logprob", "token_ns", "_tokenizer", "_detokenizer", "_stop", "_min_tokens")
+                 "cumulative_logprob", "token_ns", "plain", "writer", "_tokenizer", "_detokenizer", "_stop",
+                 "_min_tokens")
 
     def __init__(self, stream: RequestStream, request_id: int, index: int, tokenizer: Tokenizer) -> None:
         params = stream.params
@@ -42,7 +60,7 @@ class Choice:
         self.request_id = request_id
         self.index = index
         self.token_ids: list[int] = []          # everything received that counts
-        self.token_ns = array("q")              # when each of them arrived, monotonic
+        self.token_ns: list[int] = []           # when each of them arrived, monotonic
         self.text = ""                          # what the consumer has been given
         self.new_text: list[str] = []
         self.num_taken_tokens = 0
@@ -56,6 +74,8 @@ class Choice:
         self._detokenizer = make_detokenizer(tokenizer, params.skip_special_tokens)
         self._stop = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens
+        self.plain: PlainTokens = plain_tokens(tokenizer, params.skip_special_tokens, tuple(params.stop))
+        self.writer: TextWriter | None = None           # while nothing is held back: takes the text of a plain token
 
     @property
     def is_ended(self) -> bool:
@@ -64,6 +84,7 @@ class Choice:
     def receive(self, token: int, is_stop_token: bool) -> bool:
         """One token. True when a stop string was completed: the rest of the sequence is not wanted."""
         self.token_ids.append(token)
+        self.writer = None
         if is_stop_token:                       # ends the sequence and is no text of it
             return False
         text = self._detokenizer.feed((token,))
@@ -80,6 +101,8 @@ class Choice:
                 self.new_text.append(text)
             else:
                 self.num_taken_tokens = len(self.token_ids)
+                if self._detokenizer.is_idle and (self._stop is None or self._stop.is_idle):
+                    self.writer = sink.writer(self.index)
         return False
 
     def receive_logprobs(self, news: TokenLogprobs) -> None:
@@ -102,6 +125,7 @@ class Choice:
         return False
 
     def _end(self, reason: str, stop_reason: int | str | None, text: str) -> None:
+        self.writer = None
         self.finish_reason, self.stop_reason = reason, stop_reason
         if text:
             self.new_text.append(text)

@@ -81,6 +81,11 @@ class StopChecker:
         self._held = ""              # text not given out: the end that may begin a stop string
         self.stopped_by: str | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        """No text is held back: none of it may begin a stop string."""
+        return not self._state and self.stopped_by is None
+
     def feed(self, text: str, active: bool = True) -> tuple[str, str | None]:
         """Add text; returns what may be given out, and the stop string once one is complete (then nothing more comes).
 

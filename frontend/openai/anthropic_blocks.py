@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from frontend.json_text import json_text
 from frontend.openai import sse
 from frontend.openai.chat_call import function_tools, text_of
 from frontend.tools.scanner import CallDelta, Piece
@@ -114,7 +115,7 @@ class Blocks:
     def _delta(self, text: str) -> bytes:
         """The hot path."""
         self._texts.append(text)
-        return self._delta_head + sse.json_text(text) + self._delta_tail
+        return self._delta_head + json_text(text) + self._delta_tail
 
 
 def _arguments(text: str) -> dict[str, Any]:

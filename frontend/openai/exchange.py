@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from frontend.http_push import PUSH, ChunkForm, Push
 from frontend.openai import protocol, sse
 from frontend.openai.dialect import OPENAI, Dialect
 from frontend.openai.errors import ClientDisconnectedError, UnsupportedMediaTypeError, describe
@@ -58,7 +59,7 @@ class Exchange:
         self.disconnected = False
         self._receive = receive
         self._send = send
-        self._push = scope.get("extensions", {}).get("threefold.push")     # under another server there is none
+        self._push: Push | None = scope.get("extensions", {}).get(PUSH)    # under another server there is none
         self._lock = asyncio.Lock()                     # the handler and the keep-alive comments both write
         self._arrival_s = self._last_sent_s = time.monotonic()
 
@@ -176,27 +177,43 @@ class Exchange:
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Bytes of a stream; the first ones bring the headers. Waits while the client reads slowly."""
-        async with self._lock:
-            if not self.is_started:
-                self.is_started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": [
-                    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-                    (b"x-accel-buffering", b"no"), (b"x-request-id", self.request_id.encode("ascii")), *self.headers]})
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
-            self.is_ended = not more
-            self._last_sent_s = time.monotonic()
+        if self._push is not None:
+            self._push.hold()
+        try:
+            async with self._lock:
+                if not self.is_started:
+                    self.is_started = True
+                    await self._send({"type": "http.response.start", "status": 200, "headers": [
+                        (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"), (b"x-request-id", self.request_id.encode("ascii")),
+                        *self.headers]})
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+                self.is_ended = not more
+                self._last_sent_s = time.monotonic()
+        finally:
+            if self._push is not None:
+                self._push.release()
 
     @property
     def can_push(self) -> bool:
         """Whether `push` would write: the stream has begun, nobody else is writing, and the client keeps up."""
-        return self._push is not None and self._push.is_open and not self._lock.locked()
+        return self._push is not None and self._push.is_open
 
     def push(self, data: bytes) -> bool:
         """`write` without waiting, from any callback of the loop. False: nothing was written, see `can_push`."""
-        if self._push is None or self._lock.locked() or not self._push(data):
+        if self._push is None or not self._push(data):
             return False
         self._last_sent_s = time.monotonic()
         return True
+
+    def push_form(self, head: bytes, tail: bytes) -> ChunkForm | None:
+        """For many small pieces that differ in their middle; its clock is time.monotonic_ns. None: use `push`."""
+        return None if self._push is None else self._push.form(head, tail)
+
+    def _silent_s(self) -> float:
+        """Seconds since something was sent."""
+        last_s = self._last_sent_s if self._push is None else max(self._last_sent_s, self._push.last_ns / 1e9)
+        return time.monotonic() - last_s
 
     async def end(self, data: bytes) -> None:
         """The last bytes of a stream."""
@@ -247,7 +264,7 @@ class Exchange:
         while True:
             wait_s = None
             if self.is_stream:
-                wait_s = self._last_sent_s + silence_s - time.monotonic()
+                wait_s = silence_s - self._silent_s()
                 if wait_s <= 0:                         # due, but the handler is writing to a slow client
                     wait_s = silence_s
             try:
@@ -255,5 +272,5 @@ class Exchange:
                     if (await self._receive())["type"] == "http.disconnect":
                         return
             except TimeoutError:
-                if time.monotonic() - self._last_sent_s >= silence_s and not self._lock.locked():
+                if self._silent_s() >= silence_s and not self._lock.locked():
                     await self.write(sse.KEEP_ALIVE)

@@ -25,6 +25,7 @@ from frontend.openai.protocol import GenerationRequest
 from frontend.openai.token_details import members, prompt_member
 from frontend.outputs import FINISH_ABORT, FINISH_ERROR, CompletionOutput, RequestMetrics, RequestOutput
 from frontend.request_log import parts
+from frontend.request_stream import TextWriter
 from ipc.errors import EngineDeadError, ModelNotFoundError, RequestError, RequestFailedError
 
 OutputStream = AsyncGenerator[RequestOutput, None]
@@ -186,6 +187,7 @@ class Pusher:
 
     def __init__(self) -> None:
         self._exchange: Exchange | None = None
+        self._writers: dict[int, TextWriter | None] = {}
 
     def open(self, exchange: Exchange, encoder: sse.ChunkEncoder, parts: PartsOf | None) -> None:
         """From now on text is taken whenever the connection takes it."""
@@ -201,6 +203,15 @@ class Pusher:
             return False
         delta = self._parts(index).feed(text, False)
         return delta is None or exchange.push(self._encoder.delta(index, delta))
+
+    def writer(self, index: int) -> TextWriter | None:
+        """For events of a choice that are all alike but for their text."""
+        if index not in self._writers:
+            form = None
+            if self._exchange is not None and self._parts is None:
+                form = self._exchange.push_form(*self._encoder.around_text(index))
+            self._writers[index] = form
+        return self._writers[index]
 
 
 async def stream_answer(exchange: Exchange, request: GenerationRequest, head: AnswerHead, is_chat: bool,

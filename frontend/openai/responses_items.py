@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from frontend.json_text import json_text
 from frontend.openai import sse
 from frontend.openai.chat_call import function_tools, text_of
 from frontend.tools.scanner import CallDelta, Piece
@@ -145,7 +146,7 @@ class OutputItems:
         """The hot path."""
         self._texts.append(text)
         number, self._number = self._number, self._number + 1
-        return self._delta_head + b'%d,"delta":' % number + sse.json_text(text) + b"}\n\n"
+        return self._delta_head + b'%d,"delta":' % number + json_text(text) + b"}\n\n"
 
     def _close(self, status: str) -> bytes:
         if not self._is_open:

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from frontend.json_text import json_text, one_line
+
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -23,19 +25,6 @@ def event(body: bytes) -> bytes:
 def named_event(name: str, body: bytes) -> bytes:
     """One event with a type, around JSON."""
     return b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
-
-
-def json_text(text: str) -> bytes:
-    """A JSON string in one line, also for clients that split lines as Python's str.splitlines does."""
-    return one_line(_encode(text))
-
-
-def one_line(data: bytes) -> bytes:
-    """JSON without the characters that some take for line ends."""
-    if not data.isascii():
-        data = data.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028")
-        data = data.replace(b"\xe2\x80\xa9", b"\\u2029")
-    return data
 
 
 class ChunkEncoder:
@@ -67,6 +56,10 @@ class ChunkEncoder:
         """The first chunk of a chat choice. `member`: JSON that belongs beside the choices, with a comma before it."""
         return (self._head + b'{"index":%d,"delta":{"role":"assistant","content":""' % index + self._after_text
                 + b"]" + member + self._close(usage)[1:])
+
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What `text` puts around the JSON of the text when it is given nothing else."""
+        return self._prefixes.get(index) or self._prefix(index), self._text_end
 
     def text(self, index: int, text: str, usage: bytes | None = None, logprobs: bytes | None = None) -> bytes:
         """New text of a running choice: the hot path. `logprobs` is JSON."""

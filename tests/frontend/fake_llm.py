@@ -4,12 +4,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import httpx
 
+from frontend.json_text import json_text
 from frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from frontend.tools.formats import get_format
 from ipc.errors import RequestError
@@ -152,6 +154,7 @@ class FakeLLM:
         texts, done = [""] * params.n, [False] * params.n
         limit = min(params.max_tokens or self.max_model_len, self.max_model_len - len(ids))
         num_tokens = position = 0
+        writers: dict[int, Any] = {}
         is_complete = False
         try:
             while not all(done):
@@ -173,8 +176,13 @@ class FakeLLM:
                         after, reason = after[:after.index(stop)], "stop"
                     texts[choice], done[choice] = after, reason is not None
                     text = after[len(before):] if output_kind == "delta" else after
-                    if sink is not None and reason is None and sink(choice, text):
-                        continue
+                    if sink is not None and reason is None:
+                        writer = writers.get(choice) if len(text) < 1000 else None
+                        if writer is not None and writer.write(json_text(text), time.monotonic_ns()):
+                            continue
+                        if sink(choice, text):
+                            writers[choice] = sink.writer(choice)
+                            continue
                     told = [] if self.script is None else range(SCRIPT_ID, SCRIPT_ID + position + 1)
                     news.append(CompletionOutput(choice, text, [], reason, stop, all_token_ids=told))
                 position += 1

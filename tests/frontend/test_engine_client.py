@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import tempfile
 import time
 from collections import Counter
@@ -173,6 +175,68 @@ def test_tokens_past_a_stop_string_are_dropped_and_the_rest_is_aborted_once() ->
         core.tokens((FIRST, b"i"), finished=[Finished(FIRST, FINISH_ABORT)])
         await core.settle(client)                       # would have met a second Abort
         assert stream.choices[0].token_ids == list(b"abcd") and client.num_requests == 0
+    play(scenario)
+
+
+class Writers:
+    """A sink whose long and short way each take what they like."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.told: list[str] = []
+        self.num_short = 0
+
+    def __call__(self, index: int, text: str) -> bool:
+        taken = self.rng.random() < 0.7
+        if taken:
+            self.told.append(text)
+        return taken
+
+    def writer(self, index: int) -> Writers:
+        return self
+
+    def write(self, text: bytes, now_ns: int) -> bool:
+        taken = self.rng.random() < 0.8
+        if taken:
+            self.told.append(json.loads(text))
+            self.num_short += 1
+        return taken
+
+
+def test_text_by_the_short_way_is_the_text_by_the_long_one() -> None:
+    """Whatever a sink takes: characters of several bytes, what may begin a stop string, what comes after one."""
+    text = 'a "b"\\ é\n 世界 x zy zx \u2028 end zz never'
+    wanted = text[:text.index("zz")]
+
+    async def scenario(core: FakeCore, client: EngineClient) -> None:
+        rng = random.Random(5)
+        num_short = 0
+        for number in range(60):
+            stream = add(client, stop=["zz", "zyx"], max_tokens=200)
+            await core.receive(AddRequest)
+            sink = Writers(rng)
+            stream.sink = sink
+            request_id, data = stream.choices[0].request_id, text.encode()
+            while data:
+                cut = rng.randrange(1, 6)
+                core.tokens((request_id, data[:cut]))
+                data = data[cut:]
+                await core.settle(client) if not any(isinstance(m, Abort) for _, m in core.received) else None
+                if stream.choices[0].new_text:
+                    sink.told += [output.text for output in (await take(stream)).outputs]
+                if stream.is_finished:
+                    break
+            if stream.choices[0].has_news:
+                sink.told += [output.text for output in (await take(stream)).outputs]
+            assert "".join(sink.told) == wanted, number
+            assert stream.choices[0].stop_reason == "zz"
+            assert stream.choices[0].token_ids == list(text[:text.index("zz") + 2].encode())
+            assert len(stream.choices[0].token_ns) == len(stream.choices[0].token_ids)
+            num_short += sink.num_short
+            core.received = [item for item in core.received if not isinstance(item[1], Abort)]
+            client.forget(stream.choices)
+        assert num_short > 500
+
     play(scenario)
 
 

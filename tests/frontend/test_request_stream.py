@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -15,6 +16,19 @@ from ipc.sampling_params import SamplingParams
 
 TOKENIZER = Tokenizer.bytes_only(300)
 END = 257                                       # <|im_end|>, a special token
+
+
+class TextSink:
+    """Takes text as `take` says, and has no shorter way."""
+
+    def __init__(self, take: Callable[[int, str], bool]) -> None:
+        self.take = take
+
+    def __call__(self, index: int, text: str) -> bool:
+        return self.take(index, text)
+
+    def writer(self, index: int) -> None:
+        return None
 
 
 def make_stream(kind: OutputKind = "delta", **params: object) -> RequestStream:
@@ -78,13 +92,13 @@ def test_a_sink_takes_text_in_order_and_what_it_refuses_is_yielded() -> None:
         told: list[tuple[int, str]] = []
         [choice] = stream.choices
 
-        def sink(index: int, text: str, told: list[tuple[int, str]] = told) -> bool:
+        def take_some(index: int, text: str, told: list[tuple[int, str]] = told) -> bool:
             taken = rng.random() < 0.6
             if taken:
                 told.append((index, text))
             return taken
 
-        stream.sink = sink
+        stream.sink = TextSink(take_some)
         for letter in b"abcdefghijklmnopzzq":
             feed(choice, [letter])
             if choice.new_text and rng.random() < 0.4:
@@ -96,7 +110,7 @@ def test_a_sink_takes_text_in_order_and_what_it_refuses_is_yielded() -> None:
 
 def test_what_a_sink_takes_wakes_nobody() -> None:
     stream = make_stream()
-    stream.sink = lambda index, text: True
+    stream.sink = TextSink(lambda index, text: True)
     feed(stream.choices[0], b"abc")
     assert not stream.choices[0].has_news
     finish(stream.choices[0])
