@@ -19,7 +19,7 @@ from frontend.http_server import HttpServer, socket_from_fd
 from frontend.metrics import Metrics
 from frontend.openai.app import build_app
 from frontend.openai.debug import debug_rows
-from frontend.peers import Peers
+from frontend.peers import Answer, Peers
 from frontend.tracing import RequestTracer
 from ipc.config import FrontendProcess
 from ipc.errors import ConfigError, EngineDeadError
@@ -84,10 +84,10 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
         tracer = RequestTracer(section.otlp_traces_endpoint, llm.served_model_name)
         llm.observers.append(tracer.observe)
     peers_here = Peers(config.run_dir, config.rank)
-    peers_here.answers.update(metrics=metrics.own_text, pause=_done(llm.pause), resume=_done(llm.resume))
-    if section.api_servers > 1:
-        await peers_here.start()
+    peers_here.answers.update(metrics=_answer(metrics.own_text), pause=_answer(llm.pause), resume=_answer(llm.resume))
     app = build_app(llm, extra_rows=debug_rows(llm, metrics, peers_here), section=section, peers=peers_here)
+    if section.api_servers > 1:
+        await peers_here.start()                # the application has added what it answers
     if peers_here.is_paused:
         llm.pause()                             # a predecessor was told; what comes to us waits as elsewhere
     server = HttpServer(app, socket_from_fd(config.listen_fd),
@@ -113,11 +113,10 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
         await asyncio.to_thread(tracer.close)
 
 
-def _done(call: Callable[[], None]) -> Callable[[], bytes]:
-    """`call` as an answer to a peer."""
-    def answer() -> bytes:
-        call()
-        return b"done"
+def _answer(call: Callable[[], bytes | None]) -> Answer:
+    """`call`, which takes nothing, as an answer to a peer."""
+    async def answer(arguments: list[str]) -> bytes:
+        return call() or b""
     return answer
 
 

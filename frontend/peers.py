@@ -1,8 +1,8 @@
 """The other API servers of one engine: each answers a few questions of the rest on a socket in the run directory.
 
 Several processes serve one port, and a client reaches any of them: what must hold for all (a pause, the sums on
-/metrics) goes through here. A question is one line, the answer the rest of the connection. A pause is also a file, so
-that it outlives all of them. Knows no HTTP.
+/metrics, a response that one of them keeps) goes through here. A question is one line, a name and its arguments; the
+answer is the rest of the connection. A pause is also a file, so that it outlives all of them. Knows no HTTP.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import contextlib
 import glob
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ ANSWER_S = 1.0                                  # a peer that takes longer is le
 PREFIX = "api-"
 PAUSED_FILE = "paused"                          # there: new requests wait
 
-Answer = Callable[[], bytes]
+Answer = Callable[[list[str]], Awaitable[bytes]]         # of the question's arguments
 
 
 class Peers:
@@ -39,9 +39,10 @@ class Peers:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError):
-            answer = self.answers.get((await reader.readline()).decode("ascii", "replace").strip())
+            name, *arguments = (await reader.readline()).decode("ascii", "replace").split() or [""]
+            answer = self.answers.get(name)
             if answer is not None:
-                writer.write(answer())
+                writer.write(await answer(arguments))
                 await writer.drain()
         writer.close()
 

@@ -61,7 +61,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 # Documented by Anthropic, not supported: the values that ask for nothing.
 NEUTRAL: NeutralValues = {
-    "container": (), "context_management": ({}, {"edits": []}), "diagnostics": (), "inference_geo": (),
+    "billing_policy": (), "compaction": (), "container": (), "context_management": ({}, {"edits": []}),
+    "diagnostics": (), "fallback_credit_token": (), "fallbacks": ([],), "inference_geo": (), "thread": (),
     "mcp_servers": ([],), "output_config": ({},), "output_format": (), "speed": ("standard",),
     "user_profile_id": (), "workspace_id": (),
 }

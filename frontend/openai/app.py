@@ -32,6 +32,7 @@ from frontend.openai.openapi import openapi_handler
 from frontend.openai.protocol import ChatRequest, CompletionRequest
 from frontend.openai.response_store import ResponseStore
 from frontend.openai.routes import Row, make_route
+from frontend.openai.shared_responses import SharedResponses
 from frontend.peers import Peers
 from frontend.request_context import CURRENT
 from ipc.config import FrontendSection
@@ -143,7 +144,7 @@ def build_app(engine: EngineLike, *, version: str = "0.1.0", limits: Limits | No
 def api_rows(version: str, counters: Counters, peers: Peers | None = None) -> list[Row]:
     """Every route but /openapi.json, which describes them."""
     version_body = msgspec.json.encode(VersionAnswer(version))
-    store = ResponseStore()
+    shared = SharedResponses(ResponseStore(), peers)
 
     async def get_version(exchange: Exchange, _: EngineLike) -> None:
         await exchange.reply(200, version_body)
@@ -161,7 +162,7 @@ def api_rows(version: str, counters: Counters, peers: Peers | None = None) -> li
             answer=CompletionResponse, streams=True),
         Row(post, "/v1/embeddings", create_embeddings, "texts to vectors", request=EmbeddingRequest,
             answer=EmbeddingResponse),
-        *responses.rows(store),
+        *responses.rows(shared),
         *anthropic.rows(),
         Row(get, "/v1/models", models.list_models, "the served model", answer=models.ModelList),
         Row(get, "/v1/models/{model_id:path}", models.get_model, "one model", answer=models.ModelCard),

@@ -19,7 +19,7 @@ from ipc.errors import RequestError
 from ipc.sampling_params import SamplingParams, check_priority
 from ipc.structured_outputs import StructuredOutputs
 
-_SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
+_SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {"structured_outputs"}    # comes as `form`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

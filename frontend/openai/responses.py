@@ -1,7 +1,7 @@
 """The Responses API: create (whole, streamed or in the background), retrieve, cancel, delete.
 
 The output is what the model thinks, text and calls of functions. A stored response may be continued by
-previous_response_id; stored ones live in this process's memory only.
+previous_response_id; stored ones live in memory only.
 """
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from frontend.openai.responses_items import OutputItems, chat_choice, chat_tools
 from frontend.openai.responses_protocol import (NEUTRAL, DeletedResponse, IncompleteDetails, ResponseBody,
                                                 ResponseError, ResponsesRequest, effort_of, usage_of)
 from frontend.openai.routes import Row
-from frontend.openai.structured import structured_outputs_of_text
+from frontend.openai.shared_responses import SharedResponses
+from frontend.openai.structured import structured_outputs_of_response
 from frontend.tools.request import ToolUse, tool_use
 from ipc.errors import RequestError
 
@@ -38,15 +39,15 @@ logger = logging.getLogger(__name__)
 RENAMED = {"max_output_tokens": "max_tokens", "reasoning.effort": "reasoning_effort"}
 
 
-def rows(store: ResponseStore) -> list[Row]:
-    """The routes of this API, over one store."""
+def rows(shared: SharedResponses) -> list[Row]:
+    """The routes of this API."""
     path = "/v1/responses/{response_id}"
     return [
-        Row(("POST",), "/v1/responses", functools.partial(create_response, store), "answer an input",
+        Row(("POST",), "/v1/responses", functools.partial(create_response, shared), "answer an input",
             request=ResponsesRequest, answer=ResponseBody, streams=True),
-        Row(("GET",), path, functools.partial(get_response, store), "a stored response", answer=ResponseBody),
-        Row(("DELETE",), path, functools.partial(delete_response, store), "forget one", answer=DeletedResponse),
-        Row(("POST",), path + "/cancel", functools.partial(cancel_response, store),
+        Row(("GET",), path, functools.partial(get_response, shared), "a stored response", answer=ResponseBody),
+        Row(("DELETE",), path, functools.partial(delete_response, shared), "forget one", answer=DeletedResponse),
+        Row(("POST",), path + "/cancel", functools.partial(cancel_response, shared),
             "end one that runs in the background", answer=ResponseBody),
     ]
 
@@ -90,7 +91,7 @@ class _Run:
         self.body.error = ResponseError(code, info.message)
 
 
-async def create_response(store: ResponseStore, exchange: Exchange, engine: EngineLike) -> None:
+async def create_response(shared: SharedResponses, exchange: Exchange, engine: EngineLike) -> None:
     """POST /v1/responses."""
     check_engine(engine)
     request, num_bytes = await exchange.read_fields(ResponsesRequest, NEUTRAL)
@@ -98,9 +99,9 @@ async def create_response(store: ResponseStore, exchange: Exchange, engine: Engi
     _check_combination(request)
     messages = input_messages(request.input)
     if request.previous_response_id:
-        previous = store.get(exchange.caller, request.previous_response_id, "previous_response_id")
-        if previous.body.status not in ("completed", "incomplete"):
-            raise RequestError(f"previous_response_id: that response is {previous.body.status}; only a complete one "
+        previous = await shared.read(exchange.caller, request.previous_response_id, "previous_response_id")
+        if previous.status not in ("completed", "incomplete"):
+            raise RequestError(f"previous_response_id: that response is {previous.status}; only a complete one "
                                "can be continued", "previous_response_id")
         messages = msgspec.json.decode(previous.conversation) + messages
         num_bytes += len(previous.conversation)
@@ -109,7 +110,8 @@ async def create_response(store: ResponseStore, exchange: Exchange, engine: Engi
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     call = await make_call(engine, request, system + messages, num_bytes, f"resp_{secrets.token_hex(16)}",
                            exchange.cache_salt(request.cache_salt), RENAMED, tools=_tools(request, engine),
-                           form=structured_outputs_of_text(request.text), reasoning_effort=effort)
+                           form=structured_outputs_of_response(request.text, request.structured_outputs),
+                           reasoning_effort=effort)
     body = ResponseBody(
         id=call.id, created_at=int(time.time()), model=engine.served_model_name, status="in_progress",
         instructions=request.instructions, max_output_tokens=request.max_output_tokens,
@@ -118,6 +120,7 @@ async def create_response(store: ResponseStore, exchange: Exchange, engine: Engi
         background=bool(request.background), user=request.user, tools=request.tools or [],
         tool_choice=request.tool_choice or "auto", parallel_tool_calls=request.parallel_tool_calls is not False,
         text=request.text or {"format": {"type": "text"}}, reasoning={"effort": effort, "summary": None})
+    store = shared.store
     run = _Run(store, exchange.caller, call, body, messages)
     if request.background:
         store.check_running()
@@ -203,30 +206,26 @@ def _on_background_end(entry: StoredResponse, task: asyncio.Task[None]) -> None:
         entry.body.status = "cancelled"
 
 
-async def get_response(store: ResponseStore, exchange: Exchange, engine: EngineLike) -> None:
+async def get_response(shared: SharedResponses, exchange: Exchange, engine: EngineLike) -> None:
     """GET /v1/responses/{id}."""
     if exchange.query().get("stream") == "true":
         raise RequestError("stream is true, which this server does not support here; leave it out", "stream")
-    entry = store.get(exchange.caller, exchange.path_param("response_id"))
-    await exchange.reply(200, msgspec.json.encode(entry.body))
+    found = await shared.read(exchange.caller, exchange.path_param("response_id"))
+    await exchange.reply(200, found.body)
 
 
-async def delete_response(store: ResponseStore, exchange: Exchange, engine: EngineLike) -> None:
+async def delete_response(shared: SharedResponses, exchange: Exchange, engine: EngineLike) -> None:
     """DELETE /v1/responses/{id}."""
     response_id = exchange.path_param("response_id")
-    store.delete(exchange.caller, response_id)
+    await shared.delete(exchange.caller, response_id)
     await exchange.reply(200, msgspec.json.encode(DeletedResponse(response_id)))
 
 
-async def cancel_response(store: ResponseStore, exchange: Exchange, engine: EngineLike) -> None:
+async def cancel_response(shared: SharedResponses, exchange: Exchange, engine: EngineLike) -> None:
     """POST /v1/responses/{id}/cancel: only what runs in the background; a stream is cancelled by closing it."""
-    entry = store.get(exchange.caller, exchange.path_param("response_id"))
-    if not entry.body.background:
-        raise RequestError(f"{entry.body.id} does not run in the background, so there is nothing to cancel",
+    response_id = exchange.path_param("response_id")
+    if not (await shared.read(exchange.caller, response_id)).background:
+        raise RequestError(f"{response_id} does not run in the background, so there is nothing to cancel",
                            "response_id")
-    if entry.task is not None:
-        task = entry.task
-        task.cancel()
-        await asyncio.wait([task])
-        await asyncio.sleep(0)                  # its end is noted by a callback
-    await exchange.reply(200, msgspec.json.encode(entry.body))
+    found = await shared.cancel(exchange.caller, response_id)
+    await exchange.reply(200, found.body)

@@ -57,6 +57,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     request_id: str | None = None               # as the header x-request-id, which wins
     chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None    # vLLM's, instead of text
 
 
 # Documented by OpenAI, or vLLM's for chats, not supported: the values that ask for nothing.
@@ -68,7 +69,7 @@ NEUTRAL: NeutralValues = {
     "add_generation_prompt": (True,), "chat_template": (), "continue_final_message": (False,), "documents": ([],),
     "echo": (False,), "include_reasoning": (True,), "logprobs": (False,), "prompt_logprobs": (),
     "reasoning_effort": (), "response_format": (), "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,), "structured_outputs": (), "thinking_token_budget": (),
+    "return_tokens_as_token_ids": (False,), "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
 }
 

@@ -40,8 +40,23 @@ def structured_outputs_of(request: GenerationRequest) -> StructuredOutputs | Non
         raise RequestError(f"{name}: {error}", name) from None
 
 
-def structured_outputs_of_text(text: dict[str, Any] | None) -> StructuredOutputs | None:
-    """The form of the Responses API, whose json_schema has its fields one level higher. Raises RequestError."""
+def structured_outputs_of_response(text: dict[str, Any] | None, structured_outputs: dict[str, Any] | None
+                                   ) -> StructuredOutputs | None:
+    """The one form that a call of the Responses API asks for: OpenAI's text, or vLLM's field. Raises RequestError."""
+    form = _of_text(text)
+    if structured_outputs is None:
+        return form
+    if form is not None:
+        raise RequestError("the request has text.format and structured_outputs; give one of them",
+                           "structured_outputs")
+    try:
+        return StructuredOutputs(**_of_vllm(structured_outputs))
+    except RequestError as error:
+        raise RequestError(f"structured_outputs: {error}", "structured_outputs") from None
+
+
+def _of_text(text: dict[str, Any] | None) -> StructuredOutputs | None:
+    """The Responses API's json_schema has its fields one level higher."""
     for name, value in (text or {}).items():
         if name != "format" and not (value is None or (name == "verbosity" and value == "medium")):
             raise RequestError(f"text.{name[:60]} is not supported; text takes format", f"text.{name[:60]}")

@@ -30,10 +30,11 @@ def test_a_client_that_fails_shows_what_it_said(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_exit_status_is_that_of_the_worst_client(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
     monkeypatch.setattr(clients, "served_name", lambda url: "tiny")
-    for results, status in ((["ok", "skipped: none"], 0), (["ok", "failed: x"], 1)):
+    for results, options, status in ((["ok", "skipped: none"], [], 0), (["ok", "failed: x"], [], 1),
+                                     (["ok", "skipped: none"], ["--no-skip"], 1)):
         found = iter(results)
         monkeypatch.setattr(clients, "run_client", lambda *_, found=found: next(found))
-        arguments = ["--url", "http://127.0.0.1:9", "--model", tiny_model, "--only", "openai", "litellm"]
+        arguments = ["--url", "http://127.0.0.1:9", "--model", tiny_model, "--only", "openai", "litellm", *options]
         assert clients.main(arguments) == status
 
 

@@ -15,12 +15,14 @@ from tests.frontend.fake_llm import events, post
 from tests.frontend.test_openai_logprobs import ScriptedLLM, llm
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+RESPONSES, EMBEDDINGS, MESSAGES = "/v1/responses", "/v1/embeddings", "/v1/messages"
 BASE: dict[str, dict[str, Any]] = {CHAT: {"messages": [{"role": "user", "content": "hi"}]},
                                    COMPLETIONS: {"prompt": "ba"}, RESPONSES: {"input": "hi"},
-                                   EMBEDDINGS: {"input": "hello"}}
+                                   EMBEDDINGS: {"input": "hello"},
+                                   MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 FLAT_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+CLAUDE_TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 JSON_OBJECT = {"type": "json_object"}
@@ -44,9 +46,14 @@ HONOURED: dict[str, dict[str, Any]] = {
     COMPLETIONS: {**GENERATION, "add_special_tokens": False, "logprobs": 1, "echo": True},
     RESPONSES: {**SAMPLING, **ENGINE, "instructions": "Be brief.", "max_output_tokens": 5, "stream": True,
                 "metadata": {"a": "b"}, "tools": [FLAT_TOOL], "text": {"format": JSON_OBJECT}, "background": True,
-                "chat_template_kwargs": {"a": 1}, "store": False, "user": "u", "reasoning": {"effort": "low"}},
+                "chat_template_kwargs": {"a": 1}, "store": False, "user": "u", "reasoning": {"effort": "low"},
+                "structured_outputs": {"regex": "a+"}},
     EMBEDDINGS: {**ENGINE, "encoding_format": "base64", "pooling": "mean", "normalize": False,
-                 "add_special_tokens": False, "truncate_prompt_tokens": 1}}
+                 "add_special_tokens": False, "truncate_prompt_tokens": 1},
+    MESSAGES: {"system": "Be brief.", "stop_sequences": ["zz"], "stream": True, "temperature": 0.5, "top_p": 0.5,
+               "top_k": 7, "tools": [CLAUDE_TOOL], "thinking": {"type": "disabled"}, "chat_template_kwargs": {"a": 1},
+               **{name: SAMPLING[name] for name in ("seed", "min_p", "min_tokens", "ignore_eos")},
+               "priority": 3, "cache_salt": "s"}}
 # Those that only mean something beside others: (others, value).
 TOGETHER: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     CHAT: {"top_logprobs": ({"logprobs": True}, 2), "stream_options": ({"stream": True}, {"include_usage": True}),
@@ -57,13 +64,15 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
                   "return_tokens_as_token_ids": ({"logprobs": 1}, True)},
     RESPONSES: {"tool_choice": ({"tools": [FLAT_TOOL]}, "required"),
                 "parallel_tool_calls": ({"tools": [FLAT_TOOL], "tool_choice": "required"}, False)},
-    EMBEDDINGS: {}}
+    EMBEDDINGS: {},
+    MESSAGES: {"tool_choice": ({"tools": [CLAUDE_TOOL]}, {"type": "any"})}}
 LABELS = {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "auto", "safety_identifier": "s",
           "prompt_cache_key": "k", "prompt_cache_retention": "24h"}
 ACCEPTED: dict[str, dict[str, Any]] = {
     CHAT: LABELS, COMPLETIONS: {**LABELS, "parallel_tool_calls": True},
     RESPONSES: {name: value for name, value in LABELS.items() if name not in HONOURED[RESPONSES]},
-    EMBEDDINGS: {"user": "u"}}
+    EMBEDDINGS: {"user": "u"},
+    MESSAGES: {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}}}
 REFUSED_TEXT = {"use_beam_search": True, "length_penalty": 2.0, "prompt_embeds": "x", "kv_transfer_params": {"a": 1},
                 "thinking_token_budget": 5, "min_new_tokens": 3, "mm_processor_kwargs": {"a": 1},
                 "vllm_xargs": {"a": 1}}
@@ -79,9 +88,14 @@ REFUSED: dict[str, dict[str, Any]] = {
                 "max_tool_calls": 2, "prompt": {"id": "p"}, "top_logprobs": 2, "truncation": "auto",
                 "stream_options": {"include_obfuscation": True}, "context_management": [{"type": "compaction"}],
                 "documents": [{"text": "x"}], "prompt_logprobs": 1, "return_token_ids": True, "echo": True,
-                "thinking_token_budget": 5, "truncate_prompt_tokens": 1, "structured_outputs": {"regex": "a"},
+                "thinking_token_budget": 5, "truncate_prompt_tokens": 1,
                 "include_reasoning": False, "continue_final_message": True, "reasoning_effort": "low"},
-    EMBEDDINGS: {"dimensions": 2, "priority": 2**40}}
+    EMBEDDINGS: {"dimensions": 2, "priority": 2**40},
+    MESSAGES: {"container": "c", "context_management": {"edits": [{"type": "x"}]}, "mcp_servers": [{"name": "m"}],
+               "output_config": {"effort": "low"}, "output_format": {"type": "json_schema"}, "speed": "fast",
+               "inference_geo": "us", "diagnostics": {"a": 1}, "user_profile_id": "u", "workspace_id": "w",
+               "billing_policy": "x", "compaction": {"a": 1}, "fallback_credit_token": "t", "fallbacks": ["m"],
+               "thread": "t"}}
 
 
 class Recording(ScriptedLLM):
@@ -148,7 +162,10 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(path: str, name: str
     response, _ = send(path, {name: REFUSED[path][name]})
     error = response.json()["error"]
     assert response.status_code in (400, 404) and name in error["message"], response.text
-    assert error["param"].split(".")[0].split("[")[0] == name
+    if path == MESSAGES:
+        assert error["type"] == "invalid_request_error"     # this API's errors have no member for the field
+    else:
+        assert error["param"].split(".")[0].split("[")[0] == name
 
 
 # vLLM's for text generation, as its documents list them.
@@ -178,6 +195,15 @@ def test_the_tables_have_every_field_of_openais_client(path: str, module: str, n
     types = pytest.importorskip("openai.types")
     fields = set(getattr(importlib.import_module(f"{types.__name__}.{module}"), name).__annotations__)
     assert fields - in_tables(path) - {"model"} - NEWER == set()
+
+
+@pytest.mark.parametrize("name", ["message_create_params.MessageCreateParamsBase",
+                                  "beta.message_create_params.MessageCreateParamsBase"])
+def test_the_tables_have_every_field_of_anthropics_client(name: str) -> None:
+    types = pytest.importorskip("anthropic.types")
+    module, _, cls = name.rpartition(".")
+    fields = set(getattr(importlib.import_module(f"{types.__name__}.{module}"), cls).__annotations__)
+    assert fields - in_tables(MESSAGES) - {"model", "betas", *NEWER} == set()       # betas travel in a header
 
 
 # In some versions of the client only; the body's own table refuses them.

@@ -43,6 +43,30 @@ def num_requests(server: ServerProcess) -> int:
     return int(float(re.search(r"^vllm:e2e_request_latency_seconds_count\S* (\S+)$", text, re.M)[1]))
 
 
+def check_stored_responses(server: ServerProcess) -> None:
+    """Each one is read, continued, cancelled and deleted by whichever process is asked."""
+    path = "/v1/responses"
+
+    def create(**fields: Any) -> dict[str, Any]:
+        status, body = call(server, "POST", path, {"input": "the", "max_output_tokens": 3, **fields})
+        assert status == 200, body
+        told: dict[str, Any] = json.loads(body)
+        return told
+
+    made = [create() for _ in range(8)]
+    for one in made:
+        assert [json.loads(call(server, "GET", f"{path}/{one['id']}")[1]) for _ in range(4)] == [one] * 4
+        assert create(previous_response_id=one["id"])["usage"]["input_tokens"] > one["usage"]["input_tokens"]
+    for one in made:
+        assert call(server, "DELETE", f"{path}/{one['id']}")[0] == 200
+        assert {call(server, "GET", f"{path}/{one['id']}")[0] for _ in range(4)} == {404}
+    for _ in range(6):
+        running = create(background=True, max_output_tokens=200, ignore_eos=True)
+        status, body = call(server, "POST", f"{path}/{running['id']}/cancel")
+        assert status == 200 and json.loads(body)["status"] in ("cancelled", "incomplete", "completed")
+        assert json.loads(call(server, "GET", f"{path}/{running['id']}")[1]) == json.loads(body)
+
+
 def test_two_servers_share_a_port_a_core_and_their_counts(tiny_model: str, temp: str) -> None:
     server = ServerProcess(tiny_model, temp, *FLAGS, "--api-servers", "2", "--admin-api-key", KEY)
     try:
@@ -55,6 +79,7 @@ def test_two_servers_share_a_port_a_core_and_their_counts(tiny_model: str, temp:
         for path, state in (("/pause", True), ("/resume", False)):
             assert call(server, "POST", path)[0] == 200
             assert {json.loads(call(server, "GET", "/is_paused")[1])["is_paused"] for _ in range(12)} == {state}
+        check_stored_responses(server)
         assert call(server, "POST", "/pause")[0] == 200
         os.kill(second, signal.SIGKILL)
         wait_until(lambda: "serving again" in server.screen)
