@@ -2,9 +2,10 @@
 
 Core, worker and AsyncLLM run in one loop over a real socket, so that one CPU clock sees all of them. --concurrency
 requests decode; every --block-steps steps the records change between on and off, in the order on, off, off, on, so that
-slow drifts cancel. Off: no clock is read for them, no stamps travel, the frontend keeps no row. A block's figure is the
-CPU time that its fastest fifth of steps stays below, without the forward pass: every step has its record, neighbours on
-the machine leave few alone, and the forward pass, which no record touches, would hide them. The result is the mean
+drifts cancel: blocks are short and many. Off: no clock is read for them, no stamps travel, no ring is written. A
+block's figure is the CPU time that its fastest fifth of steps stays below, without the forward pass: every step has its
+record, neighbours on the machine leave few alone, and the forward pass, which no record touches, would hide them. The
+result is the mean
 difference over pairs of blocks with its 95 % interval (bootstrap), and its share of a whole step's CPU time, forward
 pass included. What each token adds, one append of the time it came, is in both kinds of block and measured alone. One
 JSON object last. record_alone_us is the work of one record in a loop of its own.
@@ -160,7 +161,7 @@ async def measure(name: str, config: EngineConfig, args: argparse.Namespace) -> 
         for group in range(args.groups):
             async with load(llm, args, seed=group):
                 await run_steps(engine, WARM_STEPS)
-                for is_on in (True, False, False, True):
+                for is_on in (True, False, False, True) * args.turns:
                     engine.record(is_on)
                     before = llm.timeline.num_steps
                     await run_steps(engine, args.block_steps)
@@ -180,7 +181,7 @@ async def measure(name: str, config: EngineConfig, args: argparse.Namespace) -> 
 @contextlib.asynccontextmanager
 async def load(llm: AsyncLLM, args: argparse.Namespace, seed: int) -> Any:
     """Requests that outlive the group, decoding once this begins."""
-    steps = 4 * args.block_steps + 4 * WARM_STEPS
+    steps = 4 * args.turns * args.block_steps + 4 * WARM_STEPS
     params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
     first = asyncio.Semaphore(0)
 
@@ -258,8 +259,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="seed", help="seed: that of bench seed; or as for launch.py")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--block-steps", type=int, default=200)
-    parser.add_argument("--groups", type=int, default=8, help="of four blocks")
+    parser.add_argument("--block-steps", type=int, default=25)
+    parser.add_argument("--turns", type=int, default=8, help="of four blocks, within a load")
+    parser.add_argument("--groups", type=int, default=8, help="loads")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
     # batch_invariant: the start waits until the compiled kernels are there
