@@ -58,6 +58,8 @@ class NoRing(StepRing):
 
     def put(self, step: int, *stamps: int) -> None: ...
 
+    def mark(self, step: int, column: int, value: int) -> None: ...
+
 
 class OneProcess:
     """Core and worker in this process; a frontend connects to `address`."""
@@ -236,8 +238,9 @@ def per_record_us(count: int = 20_000) -> float:
         moments = [clock() for _ in range(10)]
         plan = (step, *moments[:3], 0, 0, 0, 0, 0, 0, 0, 0, step, 16, 16, 0)
         outbox.planned(*plan)
-        for _ in range(4):  # the worker's: it has the plan, has prepared it, has computed it, has the tokens
-            ring.put(*plan)
+        ring.put(*plan)     # the worker's: it has the plan, has prepared it, has computed it, has the tokens
+        for _ in range(4):
+            ring.mark(step, 4, moments[3])
         outbox.step(step, *moments[:9], 0, 0, step, 16, 16, 0)
         outbox.commit_ended(moments[9])
         timeline.add(outbox.steps_for(1, clock()), clock(), clock(), clock(), 16, 0, 100)

@@ -122,7 +122,7 @@ class Outbox:
 
     def commit_ended(self, now_ns: int) -> None:
         if self.is_recording and self._is_open:
-            self.ring.rows[self._last % RING_STEPS, COMMIT_END] = now_ns
+            self.ring.mark(self._last, COMMIT_END, now_ns)
             self._is_open = False
 
     def steps_for(self, number: int, now_ns: int) -> memoryview:
@@ -130,14 +130,12 @@ class Outbox:
         last, told = self._last, max(self._told.get(number, 0), self._last - RING_STEPS)
         if told >= last:
             return EMPTY
-        rows = self.ring.rows
+        self.commit_ended(now_ns)
         for step in range(max(self._sent, told) + 1, last + 1):
-            row = rows[step % RING_STEPS]
-            row[COMMIT_END] = row[COMMIT_END] or now_ns
-            row[OUTPUTS_SENT] = now_ns
+            self.ring.mark(step, OUTPUTS_SENT, now_ns)
         self._sent = last
         if last - told == 1:
-            return memoryview(rows[last % RING_STEPS].tobytes())
-        recent = rows[np.arange(told + 1, last + 1) % RING_STEPS]
+            return memoryview(self.ring.row(last))
+        recent = self.ring.rows[np.arange(told + 1, last + 1) % RING_STEPS]
         known = (recent[:, STEP] > told) & (recent[:, COMMIT_BEGIN] > 0)    # others failed, or were not recorded
         return memoryview(recent[known].tobytes())

@@ -12,13 +12,14 @@ do afterwards. Steps from before this frontend came are told too, as far as the 
 
 from __future__ import annotations
 
+import struct
 import threading
 from typing import Any
 
 import numpy as np
 
 from ipc.messages import STAMPS
-from ipc.step_ring import RING_STEPS
+from ipc.step_ring import RING_STEPS, ROW_BYTES
 
 COLUMNS = (*STAMPS, "received", "handled", "written", "num_running", "num_waiting", "num_free_blocks")
 COLUMN = {name: i for i, name in enumerate(COLUMNS)}
@@ -40,6 +41,7 @@ STAGES = (  # stage, process, from, to
 
 _COMMIT_END = STAMPS.index("commit_end")
 _NO_NEWS = (0,) * (len(COLUMNS) - len(STAMPS))
+_ONE, _TAIL, _ROW_BYTES = struct.Struct("=q"), struct.Struct(f"={len(_NO_NEWS)}q"), 8 * len(COLUMNS)
 
 
 class Timeline:
@@ -49,6 +51,7 @@ class Timeline:
         """since_ns: when this frontend came; it had no news of steps committed before."""
         self._since_ns = since_ns
         self._ring = np.zeros((RING_STEPS, len(COLUMNS)), np.int64)
+        self._bytes = memoryview(self._ring).cast("B")
         self._lock = threading.Lock()
         self.num_steps = 0  # ever
 
@@ -66,13 +69,13 @@ class Timeline:
         num_free_blocks: int,
     ) -> None:
         """The steps of one Outputs message."""
-        rows = np.frombuffer(stamps, np.int64).reshape(-1, len(STAMPS))
         tail = (received_ns, handled_ns, written_ns, num_running, num_waiting, num_free_blocks)
         with self._lock:
-            for row in rows:
-                target = self._ring[self.num_steps % RING_STEPS]
-                target[: len(STAMPS)] = row
-                target[len(STAMPS) :] = tail if row[_COMMIT_END] >= self._since_ns else _NO_NEWS
+            for at in range(0, len(stamps), ROW_BYTES):
+                to = self.num_steps % RING_STEPS * _ROW_BYTES
+                self._bytes[to : to + ROW_BYTES] = stamps[at : at + ROW_BYTES]
+                is_news = _ONE.unpack_from(stamps, at + 8 * _COMMIT_END)[0] >= self._since_ns
+                _TAIL.pack_into(self._bytes, to + ROW_BYTES, *(tail if is_news else _NO_NEWS))
                 self.num_steps += 1
 
     def window(self, since_ns: int = 0) -> np.ndarray:

@@ -23,8 +23,9 @@ from ipc.messages import STAMPS
 RING_STEPS = 4096
 PREFIX = "steps-"
 STEP, PLAN_BEGIN, RECEIVED = (STAMPS.index(name) for name in ("step", "plan_begin", "worker_received"))
-_ROW = struct.Struct(f"={len(STAMPS)}q")
-_BYTES = RING_STEPS * _ROW.size
+_ROW, _ONE = struct.Struct(f"={len(STAMPS)}q"), struct.Struct("=q")
+ROW_BYTES = _ROW.size
+_BYTES = RING_STEPS * ROW_BYTES
 
 
 class StepRing:
@@ -44,7 +45,16 @@ class StepRing:
 
     def put(self, step: int, *stamps: int) -> None:
         """The whole row of a step, in the order of STAMPS; 0: not known, or not yet."""
-        _ROW.pack_into(self._map, step % RING_STEPS * _ROW.size, *stamps)
+        _ROW.pack_into(self._map, step % RING_STEPS * ROW_BYTES, *stamps)
+
+    def mark(self, step: int, column: int, value: int) -> None:
+        """One field of the row of a step, given by its place in STAMPS."""
+        _ONE.pack_into(self._map, step % RING_STEPS * ROW_BYTES + 8 * column, value)
+
+    def row(self, step: int) -> bytes:
+        """The row of a step, as it is sent. A copy."""
+        at = step % RING_STEPS * ROW_BYTES
+        return self._map[at:at + ROW_BYTES]
 
 
 class SavedSteps(msgspec.Struct):

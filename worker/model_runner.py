@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ipc.messages import EMPTY, ModelRunnerOutput, SchedulerOutput
+from ipc.messages import EMPTY, STAMPS, ModelRunnerOutput, SchedulerOutput
 from ipc.model_source import ModelFiles
 from ipc.step_ring import StepRing
 from worker.attention.base import AttentionBackend, BatchMeta
@@ -42,6 +42,9 @@ from worker.swap_stream import mover_of
 if TYPE_CHECKING:
     from worker.jit.upgrade import Upgrade
 
+PREPARED, LAUNCHED, DONE, DEVICE = (STAMPS.index(name) for name in (
+    "worker_prepared", "worker_launched", "worker_done", "device_ns"))
+
 
 @dataclasses.dataclass(slots=True)
 class Step:
@@ -60,11 +63,6 @@ class Step:
     column: np.ndarray                          # one token per row of the plan, -1: none
     accepted: np.ndarray                        # pairs (row, token): verified drafts
     proposals: np.ndarray                       # pairs (row, token): drafts for the next step
-
-    def note(self, ring: StepRing, launched_ns: int = 0, done_ns: int = 0, device_ns: int = 0) -> None:
-        """How far it has come, for the ring of last steps."""
-        ring.put(self.number, 0, 0, 0, self.received_ns, self.prepared_ns, launched_ns, done_ns, device_ns, 0, 0, 0,
-                 self.number, self.num_rows, 0, 0)
 
     def is_ready(self) -> bool:
         """`finish` will not wait."""
@@ -127,14 +125,14 @@ class ModelRunner:
         now = time.monotonic_ns()
         step = Step(plan.step, self.state.n, batch, None, None, StepResult(), NO_ROWS, received_ns, now, now, now,
                     np.full(self.state.n, -1, np.int32), NO_PAIRS, NO_DRAFTS)
-        step.note(self.ring)
+        self.ring.mark(plan.step, PREPARED, now)
         if batch is None:
             return step
         if self._is_sampled_on_device(batch):
             begin = self._event()
             hidden = self._run(batch)
             step.launched_ns = time.monotonic_ns()
-            step.note(self.ring, step.launched_ns)
+            self.ring.mark(step.number, LAUNCHED, step.launched_ns)
             with self.range("sample"):
                 tokens = self._sample(batch, hidden)
             step.pending = self.results.read(tokens, begin)
@@ -151,7 +149,7 @@ class ModelRunner:
             grammars = self.grammars.begin(state, batch.sample_rows)
         hidden = self._run(batch)
         step.launched_ns = time.monotonic_ns()
-        step.note(self.ring, step.launched_ns)
+        self.ring.mark(step.number, LAUNCHED, step.launched_ns)
         before_wait()
         if state.num_with_options and is_waiting:
             grammars = self.grammars.begin(state, batch.sample_rows)
@@ -180,7 +178,8 @@ class ModelRunner:
                 rows = step.unread.rows[is_bad]
                 self.state.is_reusable[rows[rows >= 0]] = False
             step.column = result_column(step.batch, tokens, step.num_rows)
-        step.note(self.ring, step.launched_ns, step.done_ns, device_ns)
+        self.ring.mark(step.number, DONE, step.done_ns)
+        self.ring.mark(step.number, DEVICE, device_ns)
         return ModelRunnerOutput(step.number, np.ascontiguousarray(step.column, np.int32).data.cast("B"),
                                  _packed(result.bad_rows), step.received_ns, step.prepared_ns, step.launched_ns,
                                  step.done_ns, device_ns, result.logprobs, result.prompt_logprobs, result.pooled,
