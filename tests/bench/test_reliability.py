@@ -16,7 +16,7 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_streams_survive_a_kill_of_core_and_worker_token_for_token(capsys: pytest.CaptureFixture[str]) -> None:
-    survive.main(["--core", "1", "--worker", "1", "--stop", "0", "--host", "2"])
+    survive.main(["--core", "2", "--worker", "1", "--stop", "0", "--host", "2"])
     result = last_json(capsys)
     for name in ("kill core", "kill worker"):
         assert result[name]["wrong"] == [] and result[name]["streams_ended"] >= 2 * survive.NUM_STREAMS
