@@ -60,6 +60,8 @@ class NoRing(StepRing):
 
     def mark(self, step: int, column: int, value: int) -> None: ...
 
+    def mark_two(self, step: int, column: int, value: int, next_value: int) -> None: ...
+
 
 class OneProcess:
     """Core and worker in this process; a frontend connects to `address`."""
@@ -239,8 +241,9 @@ def per_record_us(count: int = 20_000) -> float:
         plan = (step, *moments[:3], 0, 0, 0, 0, 0, 0, 0, 0, step, 16, 16, 0)
         outbox.planned(*plan)
         ring.put(*plan)     # the worker's: it has the plan, has prepared it, has computed it, has the tokens
-        for _ in range(4):
+        for _ in range(2):
             ring.mark(step, 4, moments[3])
+        ring.mark_two(step, 6, moments[4], 0)
         outbox.step(step, *moments[:9], 0, 0, step, 16, 16, 0)
         outbox.commit_ended(moments[9])
         timeline.add(outbox.steps_for(1, clock()), clock(), clock(), clock(), 16, 0, 100)

@@ -52,7 +52,8 @@ class EngineClient:
         self._became_ready = asyncio.Event()
         self.timeline = Timeline(time.monotonic_ns())
         self.totals = StepTotals(self.timeline)
-        self._unwritten: tuple[Outputs, int, int] | None = None     # news whose tasks have not run: received, handled
+        # Of news whose tasks have not run: stamps, received, handled, and how the queues were.
+        self._unwritten: tuple[bytes, int, int, int, int, int] | None = None
         self.is_restarting = False              # the core is being replaced; it was ready before
         self.lost_worker = ""                   # why the worker ended, until its successor is there
         self.num_restarts = 0                   # of the core, survived
@@ -182,8 +183,9 @@ class EngineClient:
                 if self._unwritten is None:     # the loop runs it behind the tasks just woken: they have written then
                     self._loop.call_soon(self._written)
                 else:                           # another message came before they ran; they write for both
-                    self._record(*self._unwritten, self._unwritten[2])
-                self._unwritten = message, received_ns, handled_ns
+                    self._record(self._unwritten[2])
+                self._unwritten = (bytes(message.stamps), received_ns, handled_ns, message.num_running, message.num_waiting,
+                                   message.num_free_blocks)
         elif isinstance(message, EngineReady):
             self.ready = message
             self.is_restarting, self.lost_worker = False, ""
@@ -206,12 +208,13 @@ class EngineClient:
 
     def _written(self) -> None:
         if self._unwritten is not None:
-            self._record(*self._unwritten, time.monotonic_ns())
+            self._record(time.monotonic_ns())
             self._unwritten = None
 
-    def _record(self, outputs: Outputs, received_ns: int, handled_ns: int, written_ns: int) -> None:
-        self.timeline.add(outputs.stamps, received_ns, handled_ns, written_ns, outputs.num_running,
-                          outputs.num_waiting, outputs.num_free_blocks)
+    def _record(self, written_ns: int) -> None:
+        if self._unwritten is not None:
+            stamps, received_ns, handled_ns, *counts = self._unwritten
+            self.timeline.add(stamps, received_ns, handled_ns, written_ns, *counts)
         if self.totals.is_due:
             self.totals.update()
 

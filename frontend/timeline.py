@@ -12,8 +12,8 @@ do afterwards. Steps from before this frontend came are told too, as far as the 
 
 from __future__ import annotations
 
-import struct
 import threading
+from array import array
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,8 @@ STAGES = (  # stage, process, from, to
 
 
 _COMMIT_END = STAMPS.index("commit_end")
-_NO_NEWS = (0,) * (len(COLUMNS) - len(STAMPS))
-_ONE, _TAIL, _ROW_BYTES = struct.Struct("=q"), struct.Struct(f"={len(_NO_NEWS)}q"), 8 * len(COLUMNS)
+_NUM_TIMES = len(COLUMNS) - len(STAMPS)
+_MOST_BYTES = RING_STEPS * ROW_BYTES
 
 
 class Timeline:
@@ -51,7 +51,7 @@ class Timeline:
         """since_ns: when this frontend came; it had no news of steps committed before."""
         self._since_ns = since_ns
         self._ring = np.zeros((RING_STEPS, len(COLUMNS)), np.int64)
-        self._bytes = memoryview(self._ring).cast("B")
+        self._stamps, self._times = bytearray(), array("q")     # of steps that are not in the ring yet
         self._lock = threading.Lock()
         self.num_steps = 0  # ever
 
@@ -69,14 +69,22 @@ class Timeline:
         num_free_blocks: int,
     ) -> None:
         """The steps of one Outputs message."""
-        tail = (received_ns, handled_ns, written_ns, num_running, num_waiting, num_free_blocks)
+        count = len(stamps) // ROW_BYTES
         with self._lock:
-            for at in range(0, len(stamps), ROW_BYTES):
-                to = self.num_steps % RING_STEPS * _ROW_BYTES
-                self._bytes[to : to + ROW_BYTES] = stamps[at : at + ROW_BYTES]
-                is_news = _ONE.unpack_from(stamps, at + 8 * _COMMIT_END)[0] >= self._since_ns
-                _TAIL.pack_into(self._bytes, to + ROW_BYTES, *(tail if is_news else _NO_NEWS))
-                self.num_steps += 1
+            self._stamps += stamps
+            self._times.extend((received_ns, handled_ns, written_ns, num_running, num_waiting, num_free_blocks) * count)
+            self.num_steps += count
+            if len(self._stamps) > _MOST_BYTES:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Move what was added into the ring. The lock is held."""
+        rows = np.frombuffer(self._stamps, np.int64).reshape(-1, len(STAMPS))[-RING_STEPS:]
+        times = np.frombuffer(self._times, np.int64).reshape(-1, _NUM_TIMES)[-RING_STEPS:]
+        places = np.arange(self.num_steps - len(rows), self.num_steps) % RING_STEPS
+        self._ring[places, : len(STAMPS)] = rows
+        self._ring[places, len(STAMPS) :] = times * (rows[:, _COMMIT_END] >= self._since_ns)[:, None]
+        self._stamps, self._times = bytearray(), array("q")
 
     def window(self, since_ns: int = 0) -> np.ndarray:
         """Rows [steps, COLUMNS] that were committed after `since_ns`, oldest first. A copy."""
@@ -87,12 +95,14 @@ class Timeline:
     def known_since(self, since_ns: int) -> int:
         """`since_ns`, or when the ring begins if older steps have left it."""
         with self._lock:
+            self._settle()
             oldest = self._ring[self.num_steps % RING_STEPS, COLUMN["commit_begin"]]   # 0: none has
         return max(since_ns, int(oldest))
 
     def after(self, count: int) -> tuple[np.ndarray, int]:
         """(rows of the steps behind the first `count`, as far as the ring still has them; how many there are now)."""
         with self._lock:
+            self._settle()
             now = self.num_steps
             kept = min(now - count, now, RING_STEPS) if count <= now else min(now, RING_STEPS)
             rows: np.ndarray = self._ring[np.arange(now - kept, now) % RING_STEPS]

@@ -23,7 +23,7 @@ from ipc.messages import STAMPS
 RING_STEPS = 4096
 PREFIX = "steps-"
 STEP, PLAN_BEGIN, RECEIVED = (STAMPS.index(name) for name in ("step", "plan_begin", "worker_received"))
-_ROW, _ONE = struct.Struct(f"={len(STAMPS)}q"), struct.Struct("=q")
+_ROW, _ONE, _TWO = struct.Struct(f"={len(STAMPS)}q"), struct.Struct("=q"), struct.Struct("=2q")
 ROW_BYTES = _ROW.size
 _BYTES = RING_STEPS * ROW_BYTES
 
@@ -50,6 +50,10 @@ class StepRing:
     def mark(self, step: int, column: int, value: int) -> None:
         """One field of the row of a step, given by its place in STAMPS."""
         _ONE.pack_into(self._map, step % RING_STEPS * ROW_BYTES + 8 * column, value)
+
+    def mark_two(self, step: int, column: int, value: int, next_value: int) -> None:
+        """The same, and the field behind it."""
+        _TWO.pack_into(self._map, step % RING_STEPS * ROW_BYTES + 8 * column, value, next_value)
 
     def row(self, step: int) -> bytes:
         """The row of a step, as it is sent. A copy."""

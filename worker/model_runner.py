@@ -42,8 +42,8 @@ from worker.swap_stream import mover_of
 if TYPE_CHECKING:
     from worker.jit.upgrade import Upgrade
 
-PREPARED, LAUNCHED, DONE, DEVICE = (STAMPS.index(name) for name in (
-    "worker_prepared", "worker_launched", "worker_done", "device_ns"))
+PREPARED, LAUNCHED, DONE = (STAMPS.index(name) for name in (
+    "worker_prepared", "worker_launched", "worker_done"))           # device_ns follows
 
 
 @dataclasses.dataclass(slots=True)
@@ -178,8 +178,7 @@ class ModelRunner:
                 rows = step.unread.rows[is_bad]
                 self.state.is_reusable[rows[rows >= 0]] = False
             step.column = result_column(step.batch, tokens, step.num_rows)
-        self.ring.mark(step.number, DONE, step.done_ns)
-        self.ring.mark(step.number, DEVICE, device_ns)
+        self.ring.mark_two(step.number, DONE, step.done_ns, device_ns)
         return ModelRunnerOutput(step.number, np.ascontiguousarray(step.column, np.int32).data.cast("B"),
                                  _packed(result.bad_rows), step.received_ns, step.prepared_ns, step.launched_ns,
                                  step.done_ns, device_ns, result.logprobs, result.prompt_logprobs, result.pooled,
