@@ -184,8 +184,8 @@ class EngineClient:
                     self._loop.call_soon(self._written)
                 else:                           # another message came before they ran; they write for both
                     self._record(self._unwritten[2])
-                self._unwritten = (bytes(message.stamps), received_ns, handled_ns, message.num_running, message.num_waiting,
-                                   message.num_free_blocks)
+                self._unwritten = (bytes(message.stamps), received_ns, handled_ns, message.num_running,
+                                   message.num_waiting, message.num_free_blocks)
         elif isinstance(message, EngineReady):
             self.ready = message
             self.is_restarting, self.lost_worker = False, ""
