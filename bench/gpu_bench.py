@@ -6,10 +6,12 @@ Does not know which kernels there are.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from worker.attention.base import BatchMeta
 from worker.attention.triton_paged import TritonBackend
+from worker.kernels.interpreter import install_if_interpreted, is_interpreted
 
 BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 BYTES_TO_EXCEED_L2 = 256 << 20
@@ -166,6 +169,31 @@ def capability_of_device() -> int:
     """Compute capability of the current device, 90 for 9.0."""
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
+
+
+def make_parser(doc: str | None, seconds: float, prog: str | None = None) -> argparse.ArgumentParser:
+    """The options that all of these programs have."""
+    parser = argparse.ArgumentParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=seconds, help="begin nothing new after this time")
+    parser.add_argument("--only", default="", help="results whose name contains this; ceilings, where there are any, "
+                        "always run")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes in Triton's interpreter")
+    return parser
+
+
+def make_bench(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Bench]:
+    """Read the command line, install the interpreter where it is asked for."""
+    args = parser.parse_args(argv)
+    if args.dry != is_interpreted():
+        parser.error("--dry needs TRITON_INTERPRET=1, and a GPU run must not have it")
+    install_if_interpreted()
+    return args, Bench("cpu" if args.dry else "cuda", args.dry, time.monotonic() + args.seconds, args.only)
+
+
+def missed(bench: Bench) -> list[str]:
+    """Names of figures below their targets; a dry run has no figures."""
+    return [row["name"] for row in bench.rows if is_missed(row)] if not bench.dry else []
 
 
 def is_missed(row: dict[str, Any]) -> bool:

@@ -11,18 +11,17 @@ missed target is reported, not an error.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.gpu_bench import BF16, FP8, Bench, capability_of_device, is_missed, measure_ceilings, print_table
+from bench.gpu_bench import (BF16, FP8, Bench, capability_of_device, make_bench, make_parser, measure_ceilings, missed,
+                             print_table)
 from bench.gpu_in_process import InProcessEngine, Setup, blocks_for, decoding_rows, make_runner, random_model
 from ipc.aliases import ALIASES
 from ipc.capacity import weight_count
@@ -31,7 +30,6 @@ from ipc.model_config import ModelConfig, from_hf_config
 from ipc.sampling_params import SamplingParams
 from worker.attention.base import BatchMeta
 from worker.attention.registry import get_backend
-from worker.kernels.interpreter import install_if_interpreted, is_interpreted
 from worker.kv_pool import KVPool, kv_bytes_per_block
 from worker.kv_quant import FP8_CAPABILITY
 from worker.models.flat_model import FlatModel
@@ -288,23 +286,13 @@ def measure_models(bench: Bench) -> None:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=240.0, help="begin nothing new after this time")
-    parser.add_argument("--only", default="", help="results whose name contains this; ceilings always run")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes in Triton's interpreter")
-    args = parser.parse_args()
-    if args.dry != is_interpreted():
-        parser.error("--dry needs TRITON_INTERPRET=1, and a GPU run must not have it")
-    install_if_interpreted()
-    bench = Bench("cpu" if args.dry else "cuda", args.dry, time.monotonic() + args.seconds, args.only)
+    args, bench = make_bench(make_parser(__doc__, 240.0))
     for part in (measure_ceilings, check_tokens, check_no_waits, measure_models):
         part(bench)
     print_table(bench.rows)
     wrong = sum(row.get("ok") is False for row in bench.rows)
-    missed = [row["name"] for row in bench.rows if is_missed(row)] if not args.dry else []
     result = {"benchmark": "gpu_engine", "chip": "interpreter" if args.dry else torch.cuda.get_device_name(),
-              "torch": torch.__version__, "dry": args.dry, "wrong": wrong, "missed": missed, "rows": bench.rows}
+              "torch": torch.__version__, "dry": args.dry, "wrong": wrong, "missed": missed(bench), "rows": bench.rows}
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
     print(json.dumps({**result, "rows": len(bench.rows)}))

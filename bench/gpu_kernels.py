@@ -12,13 +12,10 @@ check fails; a missed target is reported, not an error.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +28,11 @@ from bench.gpu_bench import (
     INT8,
     Bench,
     capability_of_device,
-    is_missed,
     make_batch,
+    make_bench,
+    make_parser,
     measure_ceilings,
+    missed,
     print_table,
 )
 from bench.gpu_products import check_products, check_sampler, measure_products
@@ -43,7 +42,6 @@ from worker.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from worker.kernels.argmax import argmax, argmax_reference
 from worker.kernels.configs import TileConfig
 from worker.kernels.embedding import embedding, embedding_reference
-from worker.kernels.interpreter import install_if_interpreted, is_interpreted
 from worker.kernels.paged_attention import paged_attention_reference
 from worker.kernels.philox import philox_uniform, philox_uniform_reference
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write, qkv_rope_kv_write_reference
@@ -310,25 +308,15 @@ def tune(bench: Bench) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(prog="launch.py bench gpu-kernels", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=240.0, help="begin nothing new after this time")
-    parser.add_argument("--only", default="", help="results whose name contains this; ceilings always run")
+    parser = make_parser(__doc__, 240.0, "launch.py bench gpu-kernels")
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes in Triton's interpreter")
-    args = parser.parse_args(argv)
-    if args.dry != is_interpreted():
-        parser.error("--dry needs TRITON_INTERPRET=1, and a GPU run must not have it")
-    install_if_interpreted()
-    bench = Bench("cpu" if args.dry else "cuda", args.dry, time.monotonic() + args.seconds, args.only)
+    args, bench = make_bench(parser, argv)
     with torch.inference_mode():
         measure_ceilings(bench)
         for part in (tune,) if args.tune else PARTS:
             part(bench)
     print_table(bench.rows)
     wrong = sum(row.get("ok") is False for row in bench.rows)
-    missed = [row["name"] for row in bench.rows if is_missed(row)] if not args.dry else []
     chip = "interpreter" if args.dry else torch.cuda.get_device_name()
     result = {
         "benchmark": "gpu_kernels",
@@ -337,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
         "triton": triton.__version__,
         "dry": args.dry,
         "wrong": wrong,
-        "missed": missed,
+        "missed": missed(bench),
         "rows": bench.rows,
     }
     if args.json:

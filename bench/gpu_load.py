@@ -13,7 +13,6 @@ kernels, in another process. Prints one table, and one JSON object after it. A m
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -29,12 +28,11 @@ import msgspec
 import numpy as np
 import torch
 
-from bench.gpu_bench import Bench, is_missed, print_table
+from bench.gpu_bench import Bench, make_bench, make_parser, missed, print_table
 from bench.gpu_engine import collect, shape, synchronize
 from ipc.config import CacheConfig, ModelSection, WorkerProcess
 from ipc.model_config import ModelConfig
 from ipc.model_source import ModelFiles
-from worker.kernels.interpreter import install_if_interpreted, is_interpreted
 from worker.models.loader import load_model
 from worker.models.parallel_read import CHUNK_BYTES, NUM_THREADS
 from worker.models.registry import get_model_class
@@ -189,23 +187,14 @@ def measure_ready(bench: Bench, config: ModelConfig, is_cold: bool) -> None:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=60.0, help="begin nothing new after this time")
-    parser.add_argument("--only", default="", help="results whose name contains this")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes in Triton's interpreter")
-    args = parser.parse_args()
-    if args.dry != is_interpreted():
-        parser.error("--dry needs TRITON_INTERPRET=1, and a GPU run must not have it")
-    install_if_interpreted()
-    bench = Bench("cpu" if args.dry else "cuda", args.dry, time.monotonic() + args.seconds, args.only)
+    args, bench = make_bench(make_parser(__doc__, 60.0))
     config = shape(bench, "qwen3-8b")
     measure_loading(bench, msgspec.structs.replace(config, num_hidden_layers=NUM_LAYERS))
     measure_ready(bench, config, is_cold=False)
     measure_ready(bench, config, is_cold=True)
     print_table(bench.rows)
     result = {"benchmark": "gpu_load", "dry": args.dry, "rows": bench.rows,
-              "missed": [row["name"] for row in bench.rows if is_missed(row)] if not args.dry else []}
+              "missed": missed(bench)}
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
     print(json.dumps(result))

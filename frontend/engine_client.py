@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 NUMBER_SHIFT = 40                               # request_id = frontend number << 40 | counter
 
+# Of news whose tasks have not run: stamps, received, handled, and how the queues were.
+Unwritten = tuple[bytes, int, int, int, int, int]
+
 
 class EngineClient:
     """A frontend's side of the engine core. Create and use it inside one running loop."""
@@ -52,8 +55,7 @@ class EngineClient:
         self._became_ready = asyncio.Event()
         self.timeline = Timeline(time.monotonic_ns())
         self.totals = StepTotals(self.timeline)
-        # Of news whose tasks have not run: stamps, received, handled, and how the queues were.
-        self._unwritten: tuple[bytes, int, int, int, int, int] | None = None
+        self._unwritten: Unwritten | None = None
         self.is_restarting = False              # the core is being replaced; it was ready before
         self.lost_worker = ""                   # why the worker ended, until its successor is there
         self.num_restarts = 0                   # of the core, survived
@@ -183,7 +185,7 @@ class EngineClient:
                 if self._unwritten is None:     # the loop runs it behind the tasks just woken: they have written then
                     self._loop.call_soon(self._written)
                 else:                           # another message came before they ran; they write for both
-                    self._record(self._unwritten[2])
+                    self._record(self._unwritten, self._unwritten[2])
                 self._unwritten = (bytes(message.stamps), received_ns, handled_ns, message.num_running,
                                    message.num_waiting, message.num_free_blocks)
         elif isinstance(message, EngineReady):
@@ -208,13 +210,12 @@ class EngineClient:
 
     def _written(self) -> None:
         if self._unwritten is not None:
-            self._record(time.monotonic_ns())
+            self._record(self._unwritten, time.monotonic_ns())
             self._unwritten = None
 
-    def _record(self, written_ns: int) -> None:
-        if self._unwritten is not None:
-            stamps, received_ns, handled_ns, *counts = self._unwritten
-            self.timeline.add(stamps, received_ns, handled_ns, written_ns, *counts)
+    def _record(self, news: Unwritten, written_ns: int) -> None:
+        stamps, received_ns, handled_ns, *counts = news
+        self.timeline.add(stamps, received_ns, handled_ns, written_ns, *counts)
         if self.totals.is_due:
             self.totals.update()
 

@@ -22,10 +22,9 @@ import msgspec
 
 from ipc.child import environment, python_command
 from ipc.errors import OverloadedError, RequestError
-from ipc.structured_outputs import StructuredOutputs
+from ipc.structured_outputs import CHECK_ANSWER, StructuredOutputs
 
 LATE_S = 2.4                                    # of the clock; the helper itself counts CPU
-HEAD = struct.Struct("<If")                     # of an answer: bytes of text, seconds of CPU
 START_S = 30.0
 MAX_WAITING = 64
 MAX_REMEMBERED = 4096
@@ -66,7 +65,7 @@ class Helper:
         reader, writer = self._streams
         writer.write(struct.pack("<I", len(body)) + body)
         await writer.drain()
-        size, seconds = HEAD.unpack(await reader.readexactly(HEAD.size))
+        size, seconds = CHECK_ANSWER.unpack(await reader.readexactly(CHECK_ANSWER.size))
         return Tried((await reader.readexactly(size)).decode(), seconds)
 
     def kill(self) -> None:

@@ -2,7 +2,7 @@
 
 Started at the lowest priority. The first one does nothing but fork: a child that is warm, may run wild, and ends when a
 grammar takes too much memory or, by an alarm, too much CPU; then it says so and forks the next. Its input has frames of
-msgpack of StructuredOutputs behind their length; each is answered with a HEAD, bytes of text and seconds of CPU, and a
+msgpack of StructuredOutputs behind their length; each is answered with a head, bytes of text and seconds of CPU, and a
 text: empty, or what is wrong. Knows no model: a grammar meets a vocabulary of bytes.
 """
 from __future__ import annotations
@@ -19,13 +19,12 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from ipc.structured_outputs import PARSER_LIMITS, StructuredOutputs, grammar_text, one_line
+from ipc.structured_outputs import CHECK_ANSWER, PARSER_LIMITS, StructuredOutputs, grammar_text, one_line
 
 TIME_S = 2.0                                    # of CPU: on a busy machine a sound grammar takes longer
 MEMORY_BYTES = 64 << 20                         # beyond what the idle process takes
 MAX_ERROR_CHARS = 500
 EOS = 256
-HEAD = struct.Struct("<If")
 TOO_MUCH = (f"it takes more than {TIME_S:g} s or {MEMORY_BYTES >> 20} MB to compile; make it smaller: fewer "
             "alternatives, shorter repetitions")
 
@@ -58,7 +57,7 @@ def problem_with(spec: StructuredOutputs, tokenizer: LLTokenizer, limits: LLPars
 
 def answer(problem: str, seconds: float = 0.0) -> None:
     data = problem[:MAX_ERROR_CHARS].encode("utf-8", "replace")
-    sys.stdout.buffer.write(HEAD.pack(len(data), seconds) + data)
+    sys.stdout.buffer.write(CHECK_ANSWER.pack(len(data), seconds) + data)
     sys.stdout.buffer.flush()
 
 

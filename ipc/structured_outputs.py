@@ -8,6 +8,7 @@ read the same text. Knows no library.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 PARSER_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
                                  "max_lexer_states": 30_000, "max_grammar_size": 200_000}
 
+CHECK_ANSWER = struct.Struct("<If")             # head of a grammar helper's answer: bytes of text, seconds of CPU
 COMPILED_BYTES = 64 << 20                       # of compiled grammars that a worker keeps, estimated
 
 # Between JSON's tokens. Without a limit a model may put out blanks for ever.
