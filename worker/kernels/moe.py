@@ -71,6 +71,21 @@ def find_expert(counts_ptr, num_experts, tile, BLOCK_M: tl.constexpr, BLOCK_X: t
     return tl.minimum(expert, num_experts), first, begin, count
 
 
+@triton.jit
+def load_entries(order_ptr, first, count, BLOCK_M: tl.constexpr):
+    """(entries int64 [BLOCK_M] of an expert's tile, whether each is one)."""
+    rows = first + tl.arange(0, BLOCK_M)
+    is_row = rows < count
+    return tl.load(order_ptr + rows, mask=is_row, other=0).to(tl.int64), is_row
+
+
+@triton.jit
+def store_entries(out_ptr, acc, entry, is_row, columns, is_column, num_out):
+    """acc [BLOCK_M, BLOCK_N] to the rows of the tile's entries."""
+    at_out = entry[:, None] * num_out + columns[None, :]
+    tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
 @triton.jit(do_not_specialize_on_alignment=["order_ptr"])
 def grouped_matmul_kernel(
     out_ptr, x_ptr, w_ptr, order_ptr, counts_ptr, num_out, num_k, num_experts, top_k, stride_x,
@@ -80,9 +95,7 @@ def grouped_matmul_kernel(
     expert, first, begin, count = find_expert(counts_ptr, num_experts, tl.program_id(1), BLOCK_M, BLOCK_X)
     if expert >= num_experts:
         return
-    rows = first + tl.arange(0, BLOCK_M)
-    is_row = rows < count
-    entry = tl.load(order_ptr + begin + rows, mask=is_row, other=0).to(tl.int64)
+    entry, is_row = load_entries(order_ptr + begin, first, count, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < num_out
     offsets_k = tl.arange(0, BLOCK_K)
@@ -94,8 +107,7 @@ def grouped_matmul_kernel(
         x = tl.load(x_rows + at[None, :], mask=is_row[:, None] & (at < num_k)[None, :], other=0.0)
         w = tl.load(w_rows + at[:, None], mask=is_column[None, :] & (at < num_k)[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision="tf32x3")
-    at_out = entry[:, None] * num_out + columns[None, :]
-    tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    store_entries(out_ptr, acc, entry, is_row, columns, is_column, num_out)
 
 
 @triton.jit(do_not_specialize_on_alignment=["order_ptr"])
@@ -109,9 +121,7 @@ def narrow_grouped_matmul_kernel(
     expert, first, begin, count = find_expert(counts_ptr, num_experts, tl.program_id(1), BLOCK_M, BLOCK_X)
     if expert >= num_experts:
         return
-    rows = first + tl.arange(0, BLOCK_M)
-    is_row = rows < count
-    entry = tl.load(order_ptr + begin + rows, mask=is_row, other=0).to(tl.int64)
+    entry, is_row = load_entries(order_ptr + begin, first, count, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < num_out
     x_rows = x_ptr + (entry // top_k)[:, None] * stride_x
@@ -120,8 +130,7 @@ def narrow_grouped_matmul_kernel(
     scale_rows = scales_ptr + expert.to(tl.int64) * scales_per_expert + columns // GROUP_N * num_groups
     acc = narrow_product(x_rows, is_row, code_rows, scale_rows, is_column, num_k, 0, tl.cdiv(num_k, BLOCK_K), GROUP_K,
                          IS_INT4, PER_OUTPUT, BLOCK_M, BLOCK_N, BLOCK_K)
-    at_out = entry[:, None] * num_out + columns[None, :]
-    tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    store_entries(out_ptr, acc, entry, is_row, columns, is_column, num_out)
 
 
 @triton.jit
