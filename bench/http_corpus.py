@@ -250,6 +250,8 @@ def raw_requests(port: int) -> list[tuple[str, bytes]]:
         ("null in header", head + host + b"X: a\0b\r\nContent-Length: 29\r\n\r\n" + body),
         ("HTTP/0.9", b"GET /\r\n"), ("HTTP/3.0", b"GET / HTTP/3.0\r\n\r\n"),
         ("upgrade", b"GET / HTTP/1.1\r\n" + host + b"Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n"),
+        ("upgrade with a body", head + host + b"Upgrade: h2c\r\nConnection: Upgrade\r\nContent-Length: 29\r\n\r\n" + body),
+        ("upgrades", (b"GET / HTTP/1.1\r\n" + host + b"Upgrade: h2c\r\nConnection: Upgrade\r\n\r\n") * 200),
         ("h2 preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
         ("pipelined", (b"GET /health HTTP/1.1\r\n" + host + b"\r\n") * 200),
         ("smuggled", head + host + b"Content-Length: 0\r\n\r\nGET /pause HTTP/1.1\r\n" + host + b"\r\n"),

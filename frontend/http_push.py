@@ -75,10 +75,10 @@ class Push:
     """The body of one answer. `is_open`: a piece would be written; not before the headers are out, not after the end,
     not while somebody else writes, and not while the client reads so slowly that the piece should wait and grow."""
 
-    __slots__ = ("_borrow", "_cycle", "_flow", "_forms", "_num_writers", "_outbox", "_transport")
+    __slots__ = ("_borrow", "_flow", "_forms", "_num_writers", "_outbox", "_transport", "cycle")
 
     def __init__(self, cycle: RequestResponseCycle, borrow: Callable[[], socket.socket | None], outbox: Outbox) -> None:
-        self._cycle = cycle
+        self.cycle = cycle
         self._flow: FlowControl = cycle.flow
         self._transport = cycle.transport
         self._borrow = borrow
@@ -88,13 +88,13 @@ class Push:
 
     @property
     def is_open(self) -> bool:
-        cycle = self._cycle
+        cycle = self.cycle
         return bool(not self._num_writers and cycle.chunked_encoding and not cycle.response_complete
                     and not cycle.disconnected and not self._flow.write_paused)
 
     @property
     def is_ended(self) -> bool:
-        return self._cycle.response_complete or self._cycle.disconnected
+        return self.cycle.response_complete or self.cycle.disconnected
 
     @property
     def last_ns(self) -> int:
@@ -121,9 +121,9 @@ class Push:
 
     def lose(self) -> None:
         """The connection is gone. Tells the application, of an answer that is queued behind another one too."""
-        if not self._cycle.response_complete:
-            self._cycle.disconnected = True
-            self._cycle.message_event.set()
+        if not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.settle()
 
     def __call__(self, data: bytes) -> bool:

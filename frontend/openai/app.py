@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 from starlette.datastructures import State
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from frontend.openai import anthropic, control, models, pages, responses, tokenize
@@ -39,6 +39,8 @@ from ipc.config import FrontendSection
 from ipc.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
+
+METHODS = ("GET", "HEAD", "POST", "DELETE")
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,6 +96,8 @@ class OpenAIApp:
             is_allowed = self._cors.apply(exchange)
             if self._cors.is_preflight(exchange):
                 await self._cors.answer_preflight(exchange, is_allowed)
+            elif scope["method"] == "OPTIONS":
+                await exchange.reply_empty([(b"allow", self._allowed(scope).encode())])
             else:
                 await self.router(scope, receive, send)
         except ClientDisconnectedError:
@@ -104,12 +108,29 @@ class OpenAIApp:
             await self._fail(exchange, EngineDeadError("the server is shutting down"))
             raise
         except HTTPException as exc:
-            await self._fail(exchange, _routing_error(exc, scope))
+            await self._fail(exchange, self._routing_error(exc, scope))
         except Exception as exc:                        # the edge: whatever it is, the caller gets one error body
             await self._fail(exchange, exc)
         finally:
             CURRENT.reset(context)
             self._counters.num_active -= 1
+
+    def _allowed(self, scope: Scope) -> str:
+        """The methods of a path; of `*` those of the server. Raises RouteNotFoundError."""
+        routes = [route for route in self.router.routes if isinstance(route, Route)]
+        if scope["path"] != "*":
+            routes = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+            if not routes:
+                raise _no_route(scope)
+        methods = {method for route in routes for method in route.methods or ()}
+        return ", ".join([method for method in METHODS if method in methods] + ["OPTIONS"])
+
+    def _routing_error(self, exc: HTTPException, scope: Scope) -> Exception:
+        if exc.status_code != 405:
+            return _no_route(scope)
+        allow = self._allowed(scope)
+        return MethodNotAllowedError(f"{scope['method']} is not allowed for {scope['path'][:200]}; allowed: {allow}",
+                                     allow)
 
     async def _fail(self, exchange: Exchange, exc: BaseException) -> None:
         if describe(exc).status < 500:
@@ -119,12 +140,8 @@ class OpenAIApp:
         await exchange.fail(exc)
 
 
-def _routing_error(exc: HTTPException, scope: Scope) -> Exception:
-    method, path = scope["method"], scope["path"][:200]
-    if exc.status_code == 405:
-        allow = (exc.headers or {}).get("Allow", "")
-        return MethodNotAllowedError(f"{method} is not allowed for {path}; allowed: {allow}", allow)
-    return RouteNotFoundError(f"there is no {method} {path} here; the API is under /v1")
+def _no_route(scope: Scope) -> RouteNotFoundError:
+    return RouteNotFoundError(f"there is no {scope['method']} {scope['path'][:200]} here; the API is under /v1")
 
 
 def build_app(engine: EngineLike, *, version: str = "0.1.0", limits: Limits | None = None,

@@ -47,4 +47,4 @@ class Cors:
             exchange.headers += [(b"access-control-allow-methods", self._methods),
                                  (b"access-control-allow-headers", self._headers or asked),
                                  (b"access-control-max-age", PREFLIGHT_AGE_S)]
-        await exchange.reply(204, b"")
+        await exchange.reply_empty([])

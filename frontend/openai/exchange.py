@@ -169,6 +169,13 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         self.is_ended = True
 
+    async def reply_empty(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """204, which has neither a body nor a length."""
+        self.is_started = self.is_ended = True
+        await self._send({"type": "http.response.start", "status": 204, "headers": [
+            (b"x-request-id", self.request_id.encode("ascii")), *self.headers, *headers]})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def _linger(self) -> None:
         with contextlib.suppress(TimeoutError, ClientDisconnectedError):
             async with asyncio.timeout(LINGER_S):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend.http_server import LimitedHttpProtocol
+from frontend.http_protocol import LimitedHttpProtocol
 from ipc.errors import ConfigError
 from tests.frontend.fake_llm import MODEL, FakeLLM
 from tests.frontend.live_server import LiveServer

@@ -163,7 +163,7 @@ def test_unknown_models_routes_and_methods_are_error_objects() -> None:
     error_of(asyncio.run(get(app, CHAT + "/")), 404)
     response = asyncio.run(get(app, CHAT))
     assert error_of(response, 405)["type"] == "MethodNotAllowedError"
-    assert response.headers["allow"] == "POST"
+    assert response.headers["allow"] == "POST, OPTIONS"
 
 
 @pytest.mark.parametrize("failure, status, kind", [
