@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import hashlib
 import os
 import signal
@@ -22,6 +21,7 @@ import msgspec
 
 from ipc.child import environment, python_command
 from ipc.errors import OverloadedError, RequestError
+from ipc.priority import give_way
 from ipc.structured_outputs import CHECK_ANSWER, StructuredOutputs
 
 LATE_S = 2.4                                    # of the clock; the helper itself counts CPU
@@ -45,17 +45,14 @@ class Helper:
 
     @staticmethod
     def spawn() -> Helper:
-        """Takes milliseconds: not for the loop's thread. It has the lowest priority from the beginning: its imports
+        """Takes milliseconds: not for the loop's thread. It has a low priority from the beginning: its imports
         are most of what it computes."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(python_command("frontend.grammar_helper"), stdin=theirs.fileno(),
                                        stdout=theirs.fileno(), stderr=subprocess.DEVNULL, env=environment(),
-                                       process_group=0)
-        with contextlib.suppress(OSError):
-            # Not SCHED_IDLE: a core with such a process counts as free, so that others are woken there and wait.
-            os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-            os.sched_setscheduler(process.pid, os.SCHED_BATCH, os.sched_param(0))
+                                       start_new_session=True)
+        give_way(process.pid)
         return Helper(process, ours)
 
     async def exchange(self, body: bytes) -> Tried:

@@ -1,6 +1,6 @@
 """The processes that try out grammars for grammar_check.py, one at a time.
 
-Started at the lowest priority. The first one does nothing but fork: a child that is warm, may run wild, and ends when a
+Started at a low priority. The first one does nothing but fork: a child that is warm, may run wild, and ends when a
 grammar takes too much memory or, by an alarm, too much CPU; then it says so and forks the next. Its input has frames of
 msgpack of StructuredOutputs behind their length; each is answered with a head, bytes of text and seconds of CPU, and a
 text: empty, or what is wrong. Knows no model: a grammar meets a vocabulary of bytes.
