@@ -37,10 +37,9 @@ PACKAGES = ("ipc", "engine_core", "worker", "frontend", "bench", "tests")
 
 
 def setup(argv: list[str]) -> int:
-    import argparse
-
     from ipc.launch_setup import ensure
-    parser = argparse.ArgumentParser(prog="launch.py setup")
+    from ipc.option_help import OptionParser
+    parser = OptionParser(prog="launch.py setup")
     parser.add_argument("--torch", default="", metavar="cpu|cuda|INDEX",
                         help="build of torch; INDEX: URL of a wheel index. Default: cuda where an NVIDIA driver is")
     parser.add_argument("--extra", action="append", default=[], metavar="NAME",
@@ -59,13 +58,17 @@ def test(argv: list[str]) -> int:
 
 
 def bench(argv: list[str]) -> int:
-    from ipc.launch_setup import SetupError
     folder = os.path.join(ROOT, "bench")
     files = sorted(name for name in os.listdir(folder) if name.endswith(".py"))
     known = [name[:-3] for name in files if _has_main(os.path.join(folder, name))]
     name = argv[0].replace("-", "_") if argv else ""
     if name not in known:
-        raise SetupError("bench needs a name: {}".format(", ".join(known)))
+        names = "bench needs a name: {}".format(", ".join(known))
+        if argv and argv[0] in ("-h", "--help"):
+            print(names)
+            return 0
+        near = nearest(name, known)
+        raise CommandError("there is no bench {}; did you mean {}?".format(argv[0], near) if near else names)
     return module_command("bench." + name, argv[1:])
 
 
@@ -178,15 +181,22 @@ def note_foreign_packages() -> None:
                 ", ".join(names), folder, ROOT))
 
 
+class CommandError(Exception):
+    """No such command. Exit status 2."""
+
+
+def nearest(word: str, known: Any) -> str:
+    import difflib
+    return "".join(difflib.get_close_matches(word, known, n=1, cutoff=0.7))
+
+
 def check_command(word: str, commands: Any) -> None:
     """A word that is neither a command nor looks like a model, but is nearly a command, is a typing error."""
-    import difflib
     if word in commands or not word.replace("-", "").isalpha() or word.startswith("-") or os.path.exists(word):
         return
-    near = difflib.get_close_matches(word, commands, n=1, cutoff=0.7)
+    near = nearest(word, commands)
     if near:
-        from ipc.launch_setup import SetupError
-        raise SetupError("there is no command {}; did you mean {}?".format(word, near[0]))
+        raise CommandError("there is no command {}; did you mean {}?".format(word, near))
 
 
 def say(text: str) -> None:
@@ -211,6 +221,9 @@ def main(argv: list[str]) -> int:
     try:
         check_command(argv[0], commands)
         return commands[argv[0]](argv[1:]) if argv[0] in commands else serve(argv)
+    except CommandError as error:
+        say("launch.py: {}".format(error))
+        return 2
     except SetupError as error:
         say("launch.py: {}".format(error))
     except ModuleNotFoundError as error:

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from ipc.option_help import OptionParser
 from worker.attention.base import BatchMeta
 from worker.attention.cpu import plan_step
 from worker.attention.registry import get_backend
@@ -63,8 +64,8 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Run all shapes."""
-    parser = argparse.ArgumentParser(prog="launch.py bench attention-cpu", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(prog="launch.py bench attention-cpu", description=__doc__,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=50)
     args = parser.parse_args(argv)

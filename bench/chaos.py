@@ -21,6 +21,7 @@ from typing import Any
 from bench.seed_workload import SEED_MODEL_CONFIG
 from bench.stats import percentile, print_json
 from frontend import AsyncLLM, SamplingParams
+from ipc.option_help import OptionParser
 
 GOAL = 0.999  # share of requests that must succeed
 RESTART_SPACING_S = 13.0  # five restarts a minute are the supervisor's limit
@@ -147,7 +148,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py chaos", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py chaos", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=20.0, help="mean seconds between faults")

@@ -6,7 +6,6 @@ a server of the demo model, or the one named by --url. A client that is not inst
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from typing import NamedTuple
 from bench.stats import print_json
 from bench.tiny_model import write_tiny_model
 from ipc.child import ROOT
+from ipc.option_help import OptionParser
 
 SCRIPTS = os.path.join(ROOT, "bench", "client_scripts")
 START_S, CLIENT_S = 300.0, 600.0
@@ -148,7 +148,7 @@ def run_client(name: str, program: str, target: Target, extra: list[str]) -> str
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench clients", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py bench clients", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=CLIENTS, default=list(CLIENTS), metavar="NAME",
                         help=", ".join(CLIENTS))
     parser.add_argument("--model", default="smollm2-135m")

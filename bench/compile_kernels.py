@@ -29,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
+from ipc.option_help import OptionParser
 from worker.attention.base import BatchMeta
 from worker.attention.triton_paged import Device, TritonBackend
 from worker.device_rows import ResidentBuilder
@@ -396,8 +397,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Compile all cases; see the module."""
-    parser = argparse.ArgumentParser(prog="launch.py bench compile-kernels", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(prog="launch.py bench compile-kernels", description=__doc__,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--quick", action="store_true", help="only the usual shapes")
     parser.add_argument("--only", default="", help="cases whose name contains one of these, comma-separated")

@@ -30,6 +30,7 @@ from engine_core.snapshot import Origin
 from ipc import codec
 from ipc.config import CacheConfig, SchedulerConfig
 from ipc.messages import AddRequest, SchedulerOutput, WorkerReady
+from ipc.option_help import OptionParser
 from ipc.sampling_params import SamplingParams
 from worker.batch import BatchBuilder
 from worker.request_state import RequestState
@@ -349,7 +350,7 @@ def sections(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench core", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py bench core", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--idle-seconds", type=float, default=10.0, help="0: leave the idle measurement out")

@@ -26,6 +26,7 @@ import torch
 from bench.cpu_kv import measure_kv, print_kv
 from bench.cpu_rows import Costs, Limits, Rig, measure_rows
 from ipc.model_source import ModelFiles, resolve_model
+from ipc.option_help import OptionParser
 from worker.attention.base import BatchMeta
 from worker.attention.jit import JitBackend
 from worker.attention.registry import get_backend
@@ -214,7 +215,7 @@ def text_tokens(files: ModelFiles, count: int) -> list[int]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py bench cpu", description=__doc__.splitlines()[0])
+    parser = OptionParser(prog="launch.py bench cpu", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m", help="alias, folder, .gguf file or hub id")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights at the model's true shape")
     parser.add_argument("--quantization", nargs="+", default=["auto", "int8", "none"], choices=tuple(GGUF_MODES))

@@ -5,7 +5,6 @@ After them every block must be free within a second, and no process may have gro
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -16,6 +15,7 @@ import time
 from bench.fuzz import tiny_server
 from bench.soak import NO_RING, rss_mb, usage_when_idle
 from bench.stats import print_json
+from ipc.option_help import OptionParser
 
 CLIENTS = 32
 MAX_GROWTH_MB, MAX_HELD_S = 5.0, 1.0
@@ -56,7 +56,7 @@ async def disconnects(port: int, count: int, seed: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py bench disconnects", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py bench disconnects", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--warm-up", type=int, default=2_000, help="disconnects before memory is compared")
     parser.add_argument("--seed", type=int, default=0)

@@ -33,6 +33,7 @@ from frontend.tokenizer import Tokenizer
 from frontend.tokenizer_files import save_tokenizer
 from ipc.cli import build_config
 from ipc.model_source import ModelFiles
+from ipc.option_help import OptionParser
 
 MUST = {"stream_us": 40.0, "text_us": 2.5, "growth": 1.1, "admit_1k": 1.3, "admit_32k": 1.3, "ttft_ms": 3.0}
 STREAMS, RATE = 256, 20.0
@@ -177,7 +178,7 @@ def sections(args: argparse.Namespace, tokenizer: Tokenizer, tokens: np.ndarray
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench frontend", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py bench frontend", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer and template are used")
     parser.add_argument("--seconds", type=float, default=15.0, help="of the streaming measurement")
     parser.add_argument("--repeats", type=int, default=20, help="of the measurements of single calls")

@@ -25,6 +25,7 @@ from bench.fuzz_http import HttpFuzz
 from bench.server_process import ServerProcess
 from bench.stats import print_json
 from bench.tiny_model import write_tiny_model
+from ipc.option_help import OptionParser
 
 FLAGS = ("--num-gpu-blocks-override", "512", "--attention-backend", "reference", "--num-threads", "1",
          "--max-model-len", "128", "--log-level", "error")
@@ -61,7 +62,7 @@ def fuzz_frames(count: int, seed: int, server: ServerProcess, model: str) -> dic
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py fuzz", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py fuzz", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--frames", type=int, default=0, metavar="N",
                         help="frames for the decoders, 200000 for a short run")
     parser.add_argument("--http", type=int, default=0, metavar="N", help="HTTP requests, 5000 for a short run")

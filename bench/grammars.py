@@ -26,6 +26,7 @@ from bench.hostile_grammars import Form, Named, harmless, hostile, sized
 from bench.tiny_model import write_tiny_model
 from frontend import AsyncLLM, SamplingParams
 from ipc.errors import OverloadedError, RequestError
+from ipc.option_help import OptionParser
 
 LIMIT_S = 2.5
 MAX_RISE = 0.10
@@ -145,8 +146,8 @@ def report(answers: dict[str, Answers], gaps_ms: dict[str, list[float]]) -> dict
 
 def main(argv: list[str] | None = None) -> int:
     """Run and judge."""
-    parser = argparse.ArgumentParser(prog="launch.py bench grammars", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(prog="launch.py bench grammars", description=__doc__,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--step-ms", type=int, default=20, help="what a step of the worker takes")
     parser.add_argument("--seconds", type=float, default=30.0, help="of calm, in all")

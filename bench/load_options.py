@@ -2,6 +2,8 @@
 
 import argparse
 
+from ipc.option_help import OptionParser
+
 
 def length(text: str) -> tuple[int, int]:
     """`N` or `LO-HI`, both ends included."""
@@ -34,8 +36,8 @@ def endpoint(text: str) -> str:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Options; the second name of some is what other serving benchmarks call them."""
-    parser = argparse.ArgumentParser(
-        prog="bench serve", allow_abbrev=False, description="Streaming load for an OpenAI-compatible server."
+    parser = OptionParser(
+        prog="launch.py bench serve", description="Streaming load for an OpenAI-compatible server."
     )
     add = parser.add_argument
     add("--base-url", help="with or without /v1 (default: http://127.0.0.1:8000)")

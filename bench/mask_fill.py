@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ipc.option_help import OptionParser
 from ipc.sampling_params import SamplingParams
 from ipc.structured_outputs import StructuredOutputs
 from worker.request_state import RequestState
@@ -101,8 +102,8 @@ def measure(grammars: Grammars, count: int, forwards_s: list[float], steps: int)
 
 def main(argv: list[str] | None = None) -> int:
     """All numbers of rows."""
-    parser = argparse.ArgumentParser(prog="launch.py bench mask-fill", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(prog="launch.py bench mask-fill", description=__doc__,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,32,256")
     parser.add_argument("--forward-ms", default="10,20")
     parser.add_argument("--steps", type=int, default=30)

@@ -8,7 +8,6 @@ Reserved blocks of the KV pool that no request used yet weigh nothing. The last 
 """
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import re
@@ -20,6 +19,7 @@ from typing import Any
 
 from bench.server_process import ServerProcess
 from bench.stats import print_json
+from ipc.option_help import OptionParser
 
 FIELDS = {"resident": ("smaps_rollup", "Rss"), "proportional": ("smaps_rollup", "Pss"),
           "private": ("smaps_rollup", "Anonymous"), "peak": ("status", "VmHWM")}
@@ -59,7 +59,7 @@ def show(title: str, weights: dict[str, dict[str, float]]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py bench memory", description=(__doc__ or "").splitlines()[0])
+    parser = OptionParser(prog="launch.py bench memory", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2-135m", help="alias, folder, .gguf file or hub id")
     parser.add_argument("--requests", type=int, default=8, help="at once, of about 500 tokens each")
     args, options = parser.parse_known_args(argv)

@@ -7,7 +7,6 @@ each is harmless. `--known` runs the list of known bugs (all must be caught), `-
 
 from __future__ import annotations
 
-import argparse
 import ast
 import concurrent.futures
 import copy
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 from bench.known_bugs import KNOWN_BUGS
 from bench.stats import print_json
+from ipc.option_help import OptionParser
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TARGETS = (
@@ -46,6 +46,7 @@ TESTS = (
 )
 SIMULATE = """
 from bench.simulation import Options, simulate
+from ipc.option_help import OptionParser
 for seed in range({first}, {first} + 60):
     simulate(seed, Options(max_rounds=4000))
 for seed in range({first} + 60, {first} + 110):
@@ -220,7 +221,7 @@ def run(mutant: Mutant, first_seed: int) -> Outcome:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench mutate", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py bench mutate", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--known", action="store_true", help="the list of known bugs")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N random mutants")
     parser.add_argument("--seed", type=int, default=0)

@@ -35,6 +35,7 @@ from ipc import codec
 from ipc.cli import build_config
 from ipc.config import EngineConfig, Peer, WorkerProcess
 from ipc.messages import HELLO, EngineReady, ModelRunnerOutput, SchedulerOutput
+from ipc.option_help import OptionParser
 from ipc.sockets import Router
 from ipc.step_ring import StepRing
 from worker.startup import build_runner
@@ -261,7 +262,7 @@ def per_token_us(count: int = 200_000) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench overhead", description="What the always-on records cost.")
+    parser = OptionParser(prog="launch.py bench overhead", description="What the always-on records cost.")
     parser.add_argument("--model", default="seed", help="seed: that of bench seed; or as for launch.py")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=32)

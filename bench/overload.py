@@ -23,6 +23,7 @@ from bench.null_engine import NULL_CORE, NullEngine
 from bench.soak import rss_mb
 from bench.stats import percentile, print_json
 from bench.tiny_model import write_tiny_model
+from ipc.option_help import OptionParser
 
 RATE = 20.0  # tokens per second of each stream
 MAX_LONGER, MAX_MB = 1.10, 100.0
@@ -117,7 +118,7 @@ async def run(args: argparse.Namespace, port: int, pid: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py bench overload", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py bench overload", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--slow", type=int, default=100, help="clients that read one byte a second")
     parser.add_argument("--idle", type=int, default=2000, help="connections that say nothing, or half a header")
     parser.add_argument("--readers", type=int, default=16, help="clients that keep up and are measured")

@@ -27,6 +27,7 @@ from bench.peer_process import Server, free_port, memory_mb
 from bench.peer_report import print_table, write_markdown, write_plot
 from bench.peer_servers import GET, ROOT, Peer, all_peers, find, threads, version
 from bench.stats import median
+from ipc.option_help import OptionParser
 
 REPEATS = 3
 Keep = Callable[[dict[str, Any]], None]
@@ -136,7 +137,7 @@ def keep(result: dict[str, Any], peer: Peer, into: Path, entry: dict[str, Any]) 
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py bench peers", description=__doc__.splitlines()[0])
+    parser = OptionParser(prog="launch.py bench peers", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these peers; --list names all")
     parser.add_argument("--list", action="store_true", help="what is known and what is here")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=tuple(ROWS))

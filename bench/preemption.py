@@ -31,6 +31,7 @@ from bench.preemption_model import COPY_COSTS, OVERHEADS_NS, Workload, modelled_
 from bench.seed_workload import SEED_MODEL_CONFIG
 from bench.stats import median, percentile, print_json
 from frontend import AsyncLLM, SamplingParams
+from ipc.option_help import OptionParser
 
 MODES = ("recompute", "swap", "auto")
 CACHES = {"cached": True, "uncached": False}
@@ -207,7 +208,7 @@ def report(runs: Runs, num_different: int, model: dict[str, Any], args: argparse
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench preemption", description="Ways for a preempted request to return.")
+    parser = OptionParser(prog="launch.py bench preemption", description="Ways for a preempted request to return.")
     parser.add_argument("--model", default="tiny", help="tiny, demo (smollm2-135m), or an alias; weights are random")
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)

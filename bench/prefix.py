@@ -13,7 +13,6 @@ object. Exits with 1 when a request was overtaken more often than lpm_max_overta
 """
 from __future__ import annotations
 
-import argparse
 import datetime
 import random
 import sys
@@ -30,6 +29,7 @@ from bench.stats import print_json
 from engine_core.core import EngineCore
 from ipc.config import CacheConfig, SchedulerConfig
 from ipc.messages import AddRequest, WorkerReady
+from ipc.option_help import OptionParser
 from ipc.sampling_params import SamplingParams
 
 VOCAB_SIZE, BLOCK_SIZE, BUDGET, SEATS = 5000, 16, 256, 8
@@ -234,7 +234,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench prefix", description="Prefix cache hit rate against pool size.")
+    parser = OptionParser(prog="launch.py bench prefix", description="Prefix cache hit rate against pool size.")
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="repeatable; default: all")
     parser.add_argument("--blocks", type=int, nargs="+", default=list(POOLS), help="pool sizes in blocks")
     parser.add_argument("--seed", type=int, default=0)

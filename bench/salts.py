@@ -18,6 +18,7 @@ from typing import Any
 from bench.stats import print_json
 from bench.tiny_model import write_tiny_model
 from frontend import AsyncLLM, SamplingParams
+from ipc.option_help import OptionParser
 
 PROMPT_TOKENS = 240
 GOAL = (0.45, 0.55)
@@ -69,7 +70,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py bench salts", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py bench salts", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pairs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

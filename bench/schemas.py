@@ -18,6 +18,7 @@ import jsonschema
 from bench.schema_corpus import corpus
 from frontend import AsyncLLM, SamplingParams
 from ipc.errors import RequestError
+from ipc.option_help import OptionParser
 from ipc.structured_outputs import StructuredOutputs
 
 MAX_RUNNING = 32
@@ -93,8 +94,8 @@ async def run(model: str, schemas: dict[str, Any], each: int, max_tokens: int, *
 
 def main(argv: list[str] | None = None) -> int:
     """Run and judge."""
-    parser = argparse.ArgumentParser(prog="launch.py bench schemas", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(prog="launch.py bench schemas", description=__doc__,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--each", type=int, default=4, help="outputs of every schema")
     parser.add_argument("--max-tokens", type=int, default=300)

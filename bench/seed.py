@@ -20,6 +20,7 @@ from bench.seed_workload import SEED_MODEL_CONFIG, Workload, seed_workload
 from bench.slot_engine import SlotEngine, load_seed_model
 from bench.stats import median, print_json
 from frontend import AsyncLLM, SamplingParams
+from ipc.option_help import OptionParser
 
 BLOCK_SIZE, BUDGET = 16, 256
 POOLS = {"ample pool": 4096, "24-block pool": 24}
@@ -131,7 +132,7 @@ def report(runs: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> i
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench seed", description="Sixteen requests against a fixed-slot baseline.")
+    parser = OptionParser(prog="launch.py bench seed", description="Sixteen requests against a fixed-slot baseline.")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=5)

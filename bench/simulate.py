@@ -7,16 +7,16 @@ again. Prints progress and one JSON object last.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 
 from bench.simulation import Options, SimulationError, Statistics, simulate
 from bench.stats import print_json
+from ipc.option_help import OptionParser
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py simulate", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py simulate", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0, help="the first of consecutive seeds, one per engine")
     parser.add_argument("--fault-rate", type=float, default=0.05, help="share of steps that fail")

@@ -11,7 +11,6 @@ on views of its static cache, prepares a step in a handful of calls, and starts 
 before it decodes, so that decode batches are as full as slots can make them.
 """
 
-import argparse
 import sys
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from bench.seed_workload import SEED_MODEL_CONFIG, seed_workload
 from bench.stats import median, print_json
 from ipc.model_config import from_hf_config
 from ipc.model_source import ModelFiles
+from ipc.option_help import OptionParser
 from worker.jit import features
 from worker.jit.team import get_team
 from worker.linear.kernel import KernelLinear
@@ -309,7 +309,7 @@ class CompiledLinear(torch.nn.Module):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the workload on the baseline and say how near its decode is to the bare model's; JSON in the last line."""
-    parser = argparse.ArgumentParser(prog="bench slot_engine", description="The fixed-slot baseline on its own.")
+    parser = OptionParser(prog="launch.py bench slot_engine", description="The fixed-slot baseline on its own.")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=5, help="runs; figures are medians")

@@ -22,6 +22,7 @@ import numpy as np
 
 from bench.fuzz import tiny_server
 from bench.stats import percentile, print_json
+from ipc.option_help import OptionParser
 
 MAX_SLOPE_MB = 1.0  # per 100,000 requests
 JUDGED_REQUESTS = 100_000
@@ -171,7 +172,7 @@ async def usage_when_idle(port: int) -> tuple[float, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py soak", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py soak", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hours", type=float, default=8.0)
     parser.add_argument("--requests", type=int, default=0, metavar="N", help="stop after so many instead; short: 50000")
     parser.add_argument("--clients", type=int, default=16)

@@ -7,12 +7,12 @@ object last. Knows only the public Python API.
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
 from bench.stats import median, print_json
 from frontend import LLM, SamplingParams
+from ipc.option_help import OptionParser
 
 CODE = "def {0}(a, b):\n    if a is None:\n        return b\n    return a {1} b\n\n"
 FUNCTIONS = "".join(CODE.format(name, sign) for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/")))
@@ -39,7 +39,7 @@ def once(llm: LLM, texts: list[str], output_len: int) -> tuple[float, list[list[
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench speculation", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py bench speculation", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])

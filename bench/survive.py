@@ -24,6 +24,7 @@ from bench.stats import percentile, print_json
 from bench.survive_host import kill_hosts
 from bench.tiny_model import write_tiny_model
 from frontend import AsyncLLM, SamplingParams
+from ipc.option_help import OptionParser
 
 NUM_STREAMS, NUM_TOKENS, FAULTS_PER_ENGINE = 32, 250, 4
 OPTIONS: dict[str, Any] = dict(num_gpu_blocks_override=1024, batch_invariant=True, num_threads=1,
@@ -153,7 +154,7 @@ async def run(args: argparse.Namespace, folder: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py bench survive", description=(__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="launch.py bench survive", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--core", type=int, default=50, help="kills of the core")
     parser.add_argument("--worker", type=int, default=50, help="kills of the worker")
     parser.add_argument("--stop", type=int, default=20, help="SIGSTOPs of each")

@@ -17,6 +17,7 @@ from frontend import AsyncLLM
 from frontend.cli.profile import Load, Measured, run_load
 from frontend.step_report import Report, analyse, device_ns, idle_causes, scheduler_ns
 from frontend.timeline import columns, stage_ns
+from ipc.option_help import OptionParser
 
 COLOURS = {"device": "#6a4fc4", "wait: tokens": "#e3b341", "wait: scheduler": "#2f8f5b", "wait: wire": "#b8b2a7",
            "wait: host preparation": "#c9bcef", "no requests": "#e9e5dd"}
@@ -108,7 +109,7 @@ def plot(rows: list[dict[str, Any]], model: str, path: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench where", description="The profile of a model at several loads.")
+    parser = OptionParser(prog="launch.py bench where", description="The profile of a model at several loads.")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--concurrency", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=2, help="requests of each place")

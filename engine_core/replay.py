@@ -1,7 +1,6 @@
 """`python launch.py replay FILE`: run every recorded decision again, without a model, and compare plan by plan."""
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
@@ -12,6 +11,7 @@ from engine_core.core import EngineCore
 from engine_core.snapshot import Origin, restore
 from ipc.codec import decode, encode
 from ipc.errors import ConfigError
+from ipc.option_help import OptionParser
 
 
 class PlanDiffers(Exception):
@@ -65,7 +65,7 @@ def load(path: str) -> rec.Recording:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py replay", description=__doc__)
+    parser = OptionParser(prog="launch.py replay", description=__doc__)
     parser.add_argument("file")
     args = parser.parse_args(argv)
     try:

@@ -5,7 +5,6 @@ self-test) is a process of its own. Ends in OK, or in the list of fixes and exit
 """
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ipc import machine
 from ipc.launch_setup import ROOT, VENV, missing, requirements
+from ipc.option_help import OptionParser
 
 GIB = 1 << 30
 LEAST_FILES, LEAST_MEMORY, LEAST_DISK = 4096, GIB, GIB
@@ -216,8 +216,8 @@ def examine(checks: Iterable[Callable[[], Iterator[Finding]]]) -> Iterator[Findi
 
 def main(argv: list[str]) -> int:
     """0: OK, perhaps with warnings; 1: something must be fixed first."""
-    parser = argparse.ArgumentParser(prog="launch.py doctor", allow_abbrev=False,
-                                     description="Examine this machine and installation; ends in OK or the fixes.")
+    parser = OptionParser(prog="launch.py doctor",
+                          description="Examine this machine and installation; ends in OK or the fixes.")
     parser.add_argument("--host", default="127.0.0.1", help="address whose port is tried (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to try (default: 8000)")
     parser.add_argument("--no-self-test", action="store_true", help="skip the attention backends")

@@ -46,6 +46,7 @@ ANSWERS: dict[str, str] = {
     **dict.fromkeys(("--disable-uvicorn-access-log", "--disable-access-log-for-endpoints"), _NO_ACCESS_LOG),
     **dict.fromkeys(("--structured-outputs-config", "--grammar-backend"),
                     "there is one grammar engine, llguidance; leave it out"),
+    "--trust-remote-code": "no code that comes with a model is run; leave it out",
     "--tokenizer": "the tokenizer is the one in the model's folder or file; leave it out",
     "--revision": "download that revision and name its folder with --model",
     "--chat-template": "the model's own is used; change it in the model's folder, in tokenizer_config.json",

@@ -75,7 +75,8 @@ class OptionParser(argparse.ArgumentParser):
             formatter.add_arguments(groups[title]._group_actions)
             formatter.end_section()
             return formatter.format_help()
-        formatter.add_usage(f"{self.prog} MODEL [options]", [], [], prefix="usage: ")
+        words = " ".join(str(action.metavar) for action in self._get_positional_actions())
+        formatter.add_usage(f"{self.prog} {words} [options]", [], [], prefix="usage: ")
         formatter.add_text(self.description)
         num_hidden = 0
         for title, group in groups.items():

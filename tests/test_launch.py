@@ -33,7 +33,8 @@ def copy(tmp_path: Path) -> Path:
     root = tmp_path / "copy"
     (root / "ipc").mkdir(parents=True)
     (root / "bench").mkdir()
-    for name in ("launch.py", "pyproject.toml", "constraints-ci.txt", "ipc/__init__.py", "ipc/launch_setup.py"):
+    for name in ("launch.py", "pyproject.toml", "constraints-ci.txt", "ipc/__init__.py", "ipc/launch_setup.py",
+                 "ipc/option_help.py", "ipc/option_answers.py"):
         shutil.copy(ROOT / name, root / name)
     return root
 
@@ -74,10 +75,23 @@ def test_help_names_every_command_of_the_readme(copy: Path) -> None:
 @pytest.mark.parametrize(("arguments", "status", "text"), [
     (["replay", "./nothing"], 2, "./nothing: No such file or directory"),
     (["replay", "README.md"], 2, "README.md is no flight recording of this version"),
-    (["bench", "speculation", "--model", "./nothing"], 1, "model './nothing': no such file or folder")])
+    (["bench", "speculation", "--model", "./nothing"], 1, "model './nothing': no such file or folder"),
+    (["serv"], 2, "there is no command serv; did you mean serve?"),
+    (["bench", "serv"], 2, "there is no bench serv; did you mean serve?"), (["bench", "x"], 2, "bench needs a name: "),
+    (["--model", "a", "--trust-remote-code"], 2, "see launch.py --help")])
 def test_what_cannot_be_used_is_one_line_without_a_traceback(arguments: list[str], status: int, text: str) -> None:
     done = run([sys.executable, "launch.py", *arguments], ROOT)
-    assert (done.returncode, "Traceback" in done.stderr) == (status, False) and text in done.stderr.splitlines()[-1]
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False) and text in "".join(done.stderr.splitlines()[-2:])
+
+
+@pytest.mark.parametrize(("command", "flag"), [
+    ("serve --model x", "--max-model-len"), ("bench serve", "--max-concurrency"), ("bench cpu", "--accuracy"),
+    ("bench offline", "--num-prompts"), ("top", "--interval"), ("models", "--cached"), ("doctor", "--no-self-test"),
+    ("setup", "--extra"), ("profile --url x", "--seconds"), ("complete", "--max-tokens"), ("run-batch", "--overwrite"),
+    ("chat", "--system"), ("tokenize", "--count"), ("soak", "--requests"), ("tune", "--quick"), ("fuzz", "--frames")])
+def test_every_command_names_the_flag_that_a_typing_error_meant(command: str, flag: str) -> None:
+    done = run([sys.executable, "launch.py", *command.split(), flag[:-2] + flag[-1]], ROOT)
+    assert done.returncode == 2 and f"did you mean {flag}?" in done.stderr
 
 
 def test_an_old_python_can_read_the_file_and_is_refused_in_one_line(copy: Path) -> None:
@@ -105,7 +119,8 @@ def test_a_package_that_is_missing_further_in_is_named(copy: Path) -> None:
 
 def test_an_unknown_bench_or_extra_is_answered_with_the_known_ones(copy: Path) -> None:
     (copy / "bench/seed.py").write_text("\ndef main(argv):\n    print(argv)\n")
-    assert "bench needs a name: seed" in run([*BARE, "launch.py", "bench", "sed"], copy).stderr
+    assert "did you mean seed?" in run([*BARE, "launch.py", "bench", "sed"], copy).stderr
+    assert "bench needs a name: seed" in run([*BARE, "launch.py", "bench", "x"], copy).stderr
     assert run([sys.executable, "launch.py", "bench", "seed", "-x"], copy).stdout == "['-x']\n"
     assert "no extra 'tests'; known are triton, otel, fuzz, test" in run(
         [*BARE, "launch.py", "setup", "--extra", "tests"], copy).stderr

@@ -4,7 +4,6 @@ Looks at folders only: no network, no model is opened. Sizes are what the files 
 """
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from ipc.capacity import size_text, weight_count
 from ipc.errors import ConfigError
 from ipc.model_config import SUPPORTED_ARCHITECTURES, from_hf_config
 from ipc.model_source import DEFAULT_CACHE_DIR, DEMO_MEMBER, DEMO_WHEEL, missing_files
+from ipc.option_help import OptionParser
 
 
 class Cached(NamedTuple):
@@ -119,8 +119,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="launch.py models", allow_abbrev=False, description="List short names and what is cached. Any folder, "
+    parser = OptionParser(
+        prog="launch.py models", description="List short names and what is cached. Any folder, "
         ".gguf file or hub id of a supported family works too.")
     parser.add_argument("--url", help="list what this server serves instead")
     parser.add_argument("--api-key", default="", metavar="KEY", help="of that server")

@@ -6,7 +6,6 @@ or shows what was saved when a process failed (--steps). Needs no preparation of
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import json
@@ -27,6 +26,7 @@ from frontend.cli.profile_view import shares, show
 from frontend.processes import ProcessUse, process_use
 from frontend.step_report import analyse
 from frontend.trace import chrome_trace
+from ipc.option_help import OptionParser
 from ipc.screen import Screen
 
 TIMEOUT_S = 120.0
@@ -75,7 +75,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 def attach(argv: list[str]) -> int:
     """Watch a server for --seconds."""
-    parser = argparse.ArgumentParser(prog="launch.py profile", allow_abbrev=False)
+    parser = OptionParser(prog="launch.py profile")
     parser.add_argument("--url", required=True, help="of a running server, for example http://127.0.0.1:8000")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--api-key", help="of the server; its admin key for --torch-profiler")

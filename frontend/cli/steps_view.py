@@ -12,6 +12,7 @@ from frontend.cli.profile_view import show, table
 from frontend.step_report import analyse
 from frontend.timeline import COLUMN, COLUMNS, STAGES
 from ipc.messages import STAMPS
+from ipc.option_help import OptionParser
 from ipc.step_ring import load_steps
 
 SHOWN = 12
@@ -22,7 +23,7 @@ SPANS = tuple((name, begin, end) for name, process, begin, end in STAGES if proc
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="launch.py profile", allow_abbrev=False)
+    parser = OptionParser(prog="launch.py profile")
     parser.add_argument("--steps", required=True, metavar="FILE", help="that the message of a failure named")
     parser.add_argument("--trace", metavar="FILE", help="also write them as a trace for ui.perfetto.dev")
     return parser

@@ -4,7 +4,6 @@ Draws what the page at /timeline draws, from the same route. Knows no engine.
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -19,6 +18,7 @@ from rich.text import Text
 from frontend.cli.common import StartError, UsageError, run_command, server_api_key
 from frontend.cli.profile import Server
 from frontend.cli.profile_view import CAUSES, STYLES, shares, table
+from ipc.option_help import OptionParser
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 RATE_S = 5.0                                    # over which rates are taken
@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def top(argv: list[str]) -> int:
     """Until Ctrl-C, or once."""
-    parser = argparse.ArgumentParser(prog="launch.py top", allow_abbrev=False,
-                                     description="A running server at a glance: processes, steps, KV, queue, requests.")
+    parser = OptionParser(prog="launch.py top",
+                          description="A running server at a glance: processes, steps, KV, queue, requests.")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"of the server (default: {DEFAULT_URL})")
     parser.add_argument("--api-key", help="of the server")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (default: 1)")

@@ -8,7 +8,6 @@ is the same for all its variants; and a JSON object last.
 """
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from ipc.option_help import OptionParser
 from worker.jit import features
 from worker.linear import table
 from worker.linear.formats import BFLOAT16, FLOAT32, INT4, INT4_MIN, INT8, KIND_NAMES, PackedWeight
@@ -113,7 +113,7 @@ def measure(num_out: int, num_k: int, threads: int, repeats: int) -> tuple[dict[
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="launch.py tune", description="measure this machine's linear kernels, once")
+    parser = OptionParser(prog="launch.py tune", description="measure this machine's linear kernels, once")
     parser.add_argument("--width", type=int, default=1024, help="inputs of the measured layer, a multiple of 32")
     parser.add_argument("--outputs", type=int, default=4096, help="outputs of the measured layer")
     parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: one per core")
