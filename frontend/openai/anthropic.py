@@ -59,12 +59,14 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     cache_salt: str | None = None
 
 
-# Documented by Anthropic, not supported: the values that ask for nothing.
+# Documented by Anthropic or vLLM, not supported: the values that ask for nothing.
 NEUTRAL: NeutralValues = {
     "billing_policy": (), "compaction": (), "container": (), "context_management": ({}, {"edits": []}),
     "diagnostics": (), "fallback_credit_token": (), "fallbacks": ([],), "inference_geo": (), "thread": (),
     "mcp_servers": ([],), "output_config": ({},), "output_format": (), "speed": ("standard",),
     "user_profile_id": (), "workspace_id": (),
+    "ec_transfer_params": (), "kv_transfer_params": (), "mm_payload": ("tensors",), "return_mm_kwargs": (False,),
+    "vllm_xargs": ({},), "watermarking": (False,),      # vLLM's
 }
 
 

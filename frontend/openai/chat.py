@@ -51,7 +51,7 @@ async def create_chat_completion(exchange: Exchange, engine: EngineLike) -> None
     if tools is not None:
         params = with_tools(params, tools)
     prompt = truncated(await _render(engine, request, body_bytes, tools), request.truncate_prompt_tokens, engine,
-                       params.max_tokens)
+                       params.max_tokens, request.truncation_side)
     parts_of = make_parts(engine, params, tools, prompt, request.include_reasoning is not False)
     if params.max_tokens is None:
         room = engine.default_max_tokens(len(prompt) // 4)

@@ -44,9 +44,10 @@ async def create_completion(exchange: Exchange, engine: EngineLike) -> None:
     params = sampling_params(request, DEFAULT_MAX_TOKENS)
     add_special_tokens = request.add_special_tokens is not False
     prompts = [checked_prompt(engine, prompt, index, add_special_tokens) for index, prompt in enumerate(raw_prompts)]
-    if (limit := request.truncate_prompt_tokens) is not None:
+    if request.truncate_prompt_tokens is not None or request.truncation_side is not None:
         prompts = [truncated(engine.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt,
-                             limit, engine, params.max_tokens) for prompt in prompts]
+                             request.truncate_prompt_tokens, engine, params.max_tokens, request.truncation_side)
+                   for prompt in prompts]
     head = make_head("cmpl", int(time.time()), engine)
     pusher = Pusher() if request.stream and len(prompts) == 1 and not request.echo else None
     streams = [shaped(engine.generate(prompt, params, request_id=f"{head.id}-{index}", priority=request.priority or 0,

@@ -21,7 +21,11 @@ from frontend.openai.protocol import NeutralValues
 from ipc.errors import RequestError
 from ipc.sampling_params import check_priority
 
-NEUTRAL_VALUES: NeutralValues = {"dimensions": ()}
+NEUTRAL_VALUES: NeutralValues = {
+    "dimensions": (), "embed_dtype": ("float32",), "endianness": ("native", "little"), "padding": ("do_not_pad",),
+    "mm_processor_kwargs": ({},),
+    "messages": (), "add_generation_prompt": (False,), "chat_template": (), "chat_template_kwargs": ({},),  # chats
+    "continue_final_message": (False,), "media_io_kwargs": ({},)}
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
@@ -31,8 +35,10 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     encoding_format: str | None = None          # "float" or "base64" (little-endian float32)
     pooling: str | None = None                  # "last" or "mean"
     normalize: bool | None = None
+    use_activation: bool | None = None          # vLLM's name of it
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None   # only so many last tokens are used; -1: as many as fit
+    truncation_side: str | None = None          # "right": the first ones
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
@@ -76,12 +82,13 @@ async def create_embeddings(exchange: Exchange, engine: EngineLike) -> None:
     check_choices(1, len(raw), exchange.limits.max_choices)
     add_special_tokens = request.add_special_tokens is not False
     prompts = [checked_prompt(engine, prompt, index, add_special_tokens) for index, prompt in enumerate(raw)]
-    if (limit := request.truncate_prompt_tokens) is not None:
+    if request.truncate_prompt_tokens is not None or request.truncation_side is not None:
         prompts = [truncated(engine.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt,
-                             limit, engine, 1) for prompt in prompts]
+                             request.truncate_prompt_tokens, engine, 1, request.truncation_side) for prompt in prompts]
+    normalize = request.use_activation if request.normalize is None else request.normalize
     name = f"embd-{secrets.token_hex(16)}"
     tasks = [asyncio.create_task(engine.encode(
-        prompt, pooling=request.pooling or "last", normalize=request.normalize is not False,
+        prompt, pooling=request.pooling or "last", normalize=normalize is not False,
         request_id=f"{name}-{index}", priority=priority, add_special_tokens=add_special_tokens,
         cache_salt=exchange.cache_salt(request.cache_salt))) for index, prompt in enumerate(prompts)]
     try:

@@ -67,17 +67,21 @@ def check_model(engine: EngineLike, name: str | None) -> None:
                                  f"{engine.served_model_name!r} (GET /v1/models)", "model")
 
 
-def truncated(prompt: bytes, limit: int | None, engine: EngineLike, max_tokens: int | None) -> bytes:
-    """The last `limit` tokens of a prompt in int32 bytes; -1: as many as leave room for max_tokens.
-
-    Raises RequestError.
+def truncated(prompt: bytes, limit: int | None, engine: EngineLike, max_tokens: int | None,
+              side: str | None = None) -> bytes:
+    """The last `limit` tokens of a prompt in int32 bytes, or with the side "right" the first; -1: as many as leave room
+    for max_tokens. Raises RequestError.
     """
+    if side not in (None, "left", "right"):
+        raise RequestError(f"truncation_side is {side[:60]!r}; known are left (the last tokens are used) and "
+                           "right (the first)", "truncation_side")
     if limit is None:
         return prompt
     if limit != -1 and not 1 <= limit <= engine.max_model_len:
         raise RequestError(f"truncate_prompt_tokens is {limit}; allowed are 1 to {engine.max_model_len}, and -1: as "
                            "many as fit", "truncate_prompt_tokens")
-    return prompt[-4 * (max(1, engine.max_model_len - (max_tokens or 1)) if limit == -1 else limit):]
+    kept = max(1, engine.max_model_len - (max_tokens or 1)) if limit == -1 else limit
+    return prompt[:4 * kept] if side == "right" else prompt[-4 * kept:]
 
 
 class UsageCounter:

@@ -64,12 +64,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None        # those of the prompt and of the output
     return_tokens_as_token_ids: bool | None = None      # log-probabilities name tokens token_id:17
     truncate_prompt_tokens: int | None = None   # only so many last tokens of a prompt are used; -1: as many as fit
+    truncation_side: str | None = None          # "right": the first ones are used instead
     priority: int | None = None                 # lower runs first
     cache_salt: str | None = None               # requests with different ones share no cached blocks
     request_id: str | None = None               # as the header x-request-id, which wins
     return_timings: bool | None = None          # where the time went, in usage and the header Server-Timing
     # Accepted without effect: labels and hints for whoever runs or bills a service.
     user: Any = None
+    session_id: Any = None
     store: Any = None
     metadata: Any = None
     parallel_tool_calls: Any = None
@@ -138,6 +140,7 @@ NEUTRAL_VALUES: NeutralValues = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "ec_transfer_params": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -146,15 +149,25 @@ NEUTRAL_VALUES: NeutralValues = {
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
     "min_new_tokens": (0,),
+    "mm_payload": ("tensors",),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
+    "repetition_detection": (),
     "repetition_penalty": (1,),
+    "return_mm_kwargs": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
     "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
     "structured_outputs": (),
     "thinking_token_budget": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 
 MAX_NAMED_FIELDS = 20                           # in the header x-ignored-fields

@@ -56,10 +56,10 @@ class _Run:
     """One response on its way."""
 
     def __init__(self, store: ResponseStore, caller: str, call: ChatCall, body: ResponseBody,
-                 messages: list[dict[str, Any]]) -> None:
+                 messages: list[dict[str, Any]], shows_reasoning: bool) -> None:
         self.store, self.caller, self.call, self.body, self.messages = store, caller, call, body, messages
         self.items = OutputItems()
-        self.parts = call.parts()
+        self.parts = call.parts(shows_reasoning)
         self.entry = StoredResponse(body, msgspec.json.encode(messages))
 
     def parts_of(self, _: int) -> ChoiceParts:
@@ -121,7 +121,7 @@ async def create_response(shared: SharedResponses, exchange: Exchange, engine: E
         tool_choice=request.tool_choice or "auto", parallel_tool_calls=request.parallel_tool_calls is not False,
         text=request.text or {"format": {"type": "text"}}, reasoning={"effort": effort, "summary": None})
     store = shared.store
-    run = _Run(store, exchange.caller, call, body, messages)
+    run = _Run(store, exchange.caller, call, body, messages, request.include_reasoning is not False)
     if request.background:
         store.check_running()
         run.entry.task = asyncio.create_task(_run_in_background(run))

@@ -35,6 +35,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
+    session_id: Any = None
     user: str | None = None
     reasoning: dict[str, Any] | None = None     # {"effort": ...}, where the model's template has levels
     text: dict[str, Any] | None = None          # {"format": ...}: text, json_object or json_schema
@@ -58,6 +59,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None               # as the header x-request-id, which wins
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None    # vLLM's, instead of text
+    include_reasoning: bool | None = None       # false: what the model thinks is left out
 
 
 # Documented by OpenAI, or vLLM's for chats, not supported: the values that ask for nothing.
@@ -66,11 +68,14 @@ NEUTRAL: NeutralValues = {
     "include": ([], ["reasoning.encrypted_content"]), "max_tool_calls": (), "moderation": (), "prompt": (),
     "stream_options": ({}, {"include_obfuscation": False}),
     "top_logprobs": (0,), "truncation": ("disabled",),
+    "ec_transfer_params": (), "enable_response_messages": (False,), "kv_transfer_params": (), "media_io_kwargs": ({},),
+    "mm_payload": ("tensors",), "mm_processor_kwargs": ({},), "previous_input_messages": ([],),
+    "return_mm_kwargs": (False,), "vllm_xargs": ({},), "watermarking": (False,),
     "add_generation_prompt": (True,), "chat_template": (), "continue_final_message": (False,), "documents": ([],),
-    "echo": (False,), "include_reasoning": (True,), "logprobs": (False,), "prompt_logprobs": (),
+    "echo": (False,), "logprobs": (False,), "prompt_logprobs": (),
     "reasoning_effort": (), "response_format": (), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
+    "truncate_prompt_tokens": (), "truncation_side": (),
 }
 
 
@@ -149,10 +154,13 @@ def usage_of(usage: Usage) -> ResponseUsage:
 
 
 def effort_of(reasoning: dict[str, Any] | None) -> str | None:
-    """The wanted effort; summaries of thoughts are not made. Raises RequestError that names what cannot be honoured."""
+    """The wanted effort; summaries of thoughts are not made, and "auto" does not insist on one. Raises RequestError
+    that names what cannot be honoured."""
     given = {name: value for name, value in (reasoning or {}).items() if value is not None}
     effort = given.pop("effort", None)
-    for name in given:
+    for name, value in given.items():
+        if name in ("summary", "generate_summary") and value == "auto":
+            continue
         raise RequestError(f"reasoning.{name} is given, which this server does not support; leave it out",
                            f"reasoning.{name}")
     if effort is not None and not isinstance(effort, str):

@@ -12,8 +12,8 @@ from frontend.openai.engine import EngineLike
 from frontend.openai.exchange import Exchange
 from frontend.openai.generation import check_engine, check_model
 from frontend.openai.protocol import NeutralValues
+from frontend.tools.request import tool_use
 from ipc.errors import RequestError
-
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -25,6 +25,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None   # shown to the model, as in chat completions
     return_token_strs: bool | None = None
 
 
@@ -47,7 +48,8 @@ class DetokenizeAnswer(msgspec.Struct):
     prompt: str
 
 
-NEUTRAL: NeutralValues = {"chat_template": (), "mm_processor_kwargs": ({},), "tools": ([],), "documents": ([],)}
+NEUTRAL: NeutralValues = {"chat_template": (), "documents": ([],), "media_io_kwargs": ({},),
+                          "mm_processor_kwargs": ({},)}
 
 
 async def tokenize(exchange: Exchange, engine: EngineLike) -> None:
@@ -61,10 +63,14 @@ async def tokenize(exchange: Exchange, engine: EngineLike) -> None:
         if request.add_special_tokens:
             raise RequestError("add_special_tokens is true; the chat template writes special tokens itself, leave it "
                                "out", "add_special_tokens")
+        tools = tool_use(request.tools, None, True, engine.tool_format)
         packed = await render(engine, checked_messages(request.messages), body_bytes,
                               add_generation_prompt=request.add_generation_prompt,
                               continue_final_message=bool(request.continue_final_message),
-                              chat_template_kwargs=request.chat_template_kwargs)
+                              chat_template_kwargs=request.chat_template_kwargs,
+                              tools=None if tools is None else tools.shown)
+    elif request.tools:
+        raise RequestError("tools is given, which goes with messages; leave it out", "tools")
     else:
         encode, text = engine.tokenizer.encode, request.prompt or ""
         special = request.add_special_tokens is not False

@@ -104,7 +104,8 @@ def test_input_items_become_messages() -> None:
     ({"input": [{"type": "function_call_output", "call_id": "a", "output": 3}]}, "input[0].output"),
     ({"tools": [{"type": "function", "name": "f"}], "tool_choice":
         {"type": "function", "name": "g"}}, "tool_choice"),
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort"), ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"text": {"format": {"type": "poem"}}}, "text.format"), ({"text": {"format": 3}}, "text.format"),

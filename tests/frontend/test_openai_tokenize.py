@@ -25,6 +25,16 @@ def test_a_prompt_and_a_conversation_become_token_ids() -> None:
     assert tokenize(prompt="x" * 5000).json()["count"] == 5000
 
 
+def test_tools_are_shown_to_the_template() -> None:
+    llm = FakeLLM()
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    assert asyncio.run(post(build_app(llm), "/tokenize", body)).json()["count"] == 4
+    assert llm.chats[0][1]["tools"] == [tool]
+    body["tools"] = [{"type": "web_search"}]
+    assert asyncio.run(post(build_app(llm), "/tokenize", body)).json()["error"]["param"] == "tools[0].type"
+
+
 def test_token_ids_become_text() -> None:
     assert tokenize("/detokenize", tokens=[104, 105]).json() == {"prompt": "hi"}
     assert tokenize("/detokenize", tokens=[]).json() == {"prompt": ""}

@@ -47,51 +47,62 @@ HONOURED: dict[str, dict[str, Any]] = {
     RESPONSES: {**SAMPLING, **ENGINE, "instructions": "Be brief.", "max_output_tokens": 5, "stream": True,
                 "metadata": {"a": "b"}, "tools": [FLAT_TOOL], "text": {"format": JSON_OBJECT}, "background": True,
                 "chat_template_kwargs": {"a": 1}, "store": False, "user": "u", "reasoning": {"effort": "low"},
-                "structured_outputs": {"regex": "a+"}},
+                "structured_outputs": {"regex": "a+"}, "include_reasoning": False},
     EMBEDDINGS: {**ENGINE, "encoding_format": "base64", "pooling": "mean", "normalize": False,
-                 "add_special_tokens": False, "truncate_prompt_tokens": 1},
+                 "add_special_tokens": False, "truncate_prompt_tokens": 1, "use_activation": False},
     MESSAGES: {"system": "Be brief.", "stop_sequences": ["zz"], "stream": True, "temperature": 0.5, "top_p": 0.5,
                "top_k": 7, "tools": [CLAUDE_TOOL], "thinking": {"type": "disabled"}, "chat_template_kwargs": {"a": 1},
                **{name: SAMPLING[name] for name in ("seed", "min_p", "min_tokens", "ignore_eos")},
                "priority": 3, "cache_salt": "s"}}
+CUT = ({"truncate_prompt_tokens": 1}, "right")
 # Those that only mean something beside others: (others, value).
 TOGETHER: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     CHAT: {"top_logprobs": ({"logprobs": True}, 2), "stream_options": ({"stream": True}, {"include_usage": True}),
            "tool_choice": ({"tools": [TOOL]}, "required"),
            "parallel_tool_calls": ({"tools": [TOOL], "tool_choice": "required"}, False),
-           "return_tokens_as_token_ids": ({"logprobs": True}, True), "n": ({"temperature": 1}, 2)},
+           "return_tokens_as_token_ids": ({"logprobs": True}, True), "truncation_side": CUT,
+           "n": ({"temperature": 1}, 2)},
     COMPLETIONS: {"stream_options": ({"stream": True}, {"include_usage": True}), "n": ({"temperature": 1}, 2),
-                  "return_tokens_as_token_ids": ({"logprobs": 1}, True)},
+                  "return_tokens_as_token_ids": ({"logprobs": 1}, True), "truncation_side": CUT},
     RESPONSES: {"tool_choice": ({"tools": [FLAT_TOOL]}, "required"),
                 "parallel_tool_calls": ({"tools": [FLAT_TOOL], "tool_choice": "required"}, False)},
-    EMBEDDINGS: {},
+    EMBEDDINGS: {"truncation_side": CUT},
     MESSAGES: {"tool_choice": ({"tools": [CLAUDE_TOOL]}, {"type": "any"})}}
-LABELS = {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "auto", "safety_identifier": "s",
-          "prompt_cache_key": "k", "prompt_cache_retention": "24h"}
+LABELS = {"session_id": "s", "store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "auto",
+          "safety_identifier": "s", "prompt_cache_key": "k", "prompt_cache_retention": "24h"}
 ACCEPTED: dict[str, dict[str, Any]] = {
     CHAT: LABELS, COMPLETIONS: {**LABELS, "parallel_tool_calls": True},
     RESPONSES: {name: value for name, value in LABELS.items() if name not in HONOURED[RESPONSES]},
     EMBEDDINGS: {"user": "u"},
     MESSAGES: {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}}}
-REFUSED_TEXT = {"use_beam_search": True, "length_penalty": 2.0, "prompt_embeds": "x", "kv_transfer_params": {"a": 1},
-                "thinking_token_budget": 5, "min_new_tokens": 3, "mm_processor_kwargs": {"a": 1},
-                "vllm_xargs": {"a": 1}}
+REFUSED_VLLM = {"kv_transfer_params": {"a": 1}, "ec_transfer_params": {"a": 1}, "vllm_xargs": {"a": 1},
+                "mm_payload": "none", "return_mm_kwargs": True, "watermarking": True}
+REFUSED_MEDIA = {"mm_processor_kwargs": {"a": 1}, "media_io_kwargs": {"a": {}}}
+REFUSED_TEXT = {**REFUSED_VLLM, **REFUSED_MEDIA, "use_beam_search": True, "length_penalty": 2.0, "prompt_embeds": "x",
+                "thinking_token_budget": 5, "min_new_tokens": 3, "logprob_token_ids": [1], "stream_interval": 4,
+                "repetition_detection": {"min_count": 3}, "return_token_offsets": True,
+                "routed_experts_prompt_start": 2}
 REFUSED: dict[str, dict[str, Any]] = {
     CHAT: {**REFUSED_TEXT, "audio": {"voice": "x"}, "function_call": {"name": "f"}, "functions": [{"name": "f"}],
            "modalities": ["audio"], "prediction": {"type": "content"}, "verbosity": "low", "web_search_options": {},
            "moderation": {"a": 1}, "best_of": 2, "echo": True, "suffix": "x", "chat_template": "x",
-           "add_special_tokens": True},
+           "add_special_tokens": True, "return_prompt_text": True},
     COMPLETIONS: {**REFUSED_TEXT, "best_of": 2, "suffix": "x", "continue_final_message": True,
                   "chat_template_kwargs": {"a": 1}, "documents": [{"text": "x"}], "reasoning_effort": "low",
                   "include_reasoning": False, "add_generation_prompt": True, "tools": [TOOL]},
-    RESPONSES: {"conversation": "c", "include": ["message.output_text.logprobs"],
+    RESPONSES: {**REFUSED_VLLM, **REFUSED_MEDIA, "enable_response_messages": True,
+                "previous_input_messages": [{"role": "user"}], "truncation_side": "right", "conversation": "c",
+                "include": ["message.output_text.logprobs"],
                 "max_tool_calls": 2, "prompt": {"id": "p"}, "top_logprobs": 2, "truncation": "auto",
                 "stream_options": {"include_obfuscation": True}, "context_management": [{"type": "compaction"}],
                 "documents": [{"text": "x"}], "prompt_logprobs": 1, "return_token_ids": True, "echo": True,
                 "thinking_token_budget": 5, "truncate_prompt_tokens": 1,
-                "include_reasoning": False, "continue_final_message": True, "reasoning_effort": "low"},
-    EMBEDDINGS: {"dimensions": 2, "priority": 2**40},
-    MESSAGES: {"container": "c", "context_management": {"edits": [{"type": "x"}]}, "mcp_servers": [{"name": "m"}],
+                "continue_final_message": True, "reasoning_effort": "low"},
+    EMBEDDINGS: {**REFUSED_MEDIA, "dimensions": 2, "priority": 2**40, "embed_dtype": "float16", "endianness": "big",
+                 "padding": "max_length", "messages": [{"role": "user", "content": "x"}], "chat_template": "x",
+                 "chat_template_kwargs": {"a": 1}, "add_generation_prompt": True, "continue_final_message": True},
+    MESSAGES: {**REFUSED_VLLM, "container": "c", "context_management": {"edits": [{"type": "x"}]},
+               "mcp_servers": [{"name": "m"}],
                "output_config": {"effort": "low"}, "output_format": {"type": "json_schema"}, "speed": "fast",
                "inference_geo": "us", "diagnostics": {"a": 1}, "user_profile_id": "u", "workspace_id": "w",
                "billing_policy": "x", "compaction": {"a": 1}, "fallback_credit_token": "t", "fallbacks": ["m"],
@@ -168,22 +179,53 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(path: str, name: str
         assert error["param"].split(".")[0].split("[")[0] == name
 
 
-# vLLM's for text generation, as its documents list them.
-VLLM = set("""
-top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos
-skip_special_tokens prompt_logprobs truncate_prompt_tokens allowed_token_ids bad_words logit_bias echo
-add_generation_prompt continue_final_message chat_template_kwargs documents structured_outputs priority request_id
-cache_salt return_token_ids return_tokens_as_token_ids thinking_token_budget reasoning_effort include_reasoning
-""".split())
+# All that vLLM 0.32's request classes have.
+_BOTH = """
+add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params echo frequency_penalty ignore_eos
+include_stop_str_in_output kv_transfer_params length_penalty logit_bias logprob_token_ids logprobs max_tokens min_p
+min_tokens mm_payload model n presence_penalty priority prompt_logprobs repetition_detection repetition_penalty
+request_id response_format return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids
+routed_experts_prompt_start seed session_id skip_special_tokens spaces_between_special_tokens stop stop_token_ids
+stream stream_interval stream_options structured_outputs temperature thinking_token_budget top_k top_p
+truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs watermarking
+"""
+VLLM: dict[str, str] = {
+    CHAT: _BOTH + """
+add_generation_prompt chat_template chat_template_kwargs continue_final_message documents include_reasoning
+max_completion_tokens media_io_kwargs messages mm_processor_kwargs parallel_tool_calls reasoning_effort
+return_prompt_text tool_choice tools top_logprobs""",
+    COMPLETIONS: _BOTH + "prompt prompt_embeds suffix",
+    RESPONSES: """
+background cache_salt chat_template_kwargs ec_transfer_params enable_response_messages frequency_penalty ignore_eos
+include include_reasoning include_stop_str_in_output input instructions kv_transfer_params logit_bias
+max_output_tokens max_tool_calls media_io_kwargs metadata min_p mm_payload mm_processor_kwargs model
+parallel_tool_calls presence_penalty previous_input_messages previous_response_id priority prompt prompt_cache_key
+reasoning repetition_penalty request_id return_mm_kwargs seed service_tier session_id skip_special_tokens stop
+stop_token_ids store stream structured_outputs temperature text tool_choice tools top_k top_logprobs top_p truncation
+user vllm_xargs watermarking""",
+    EMBEDDINGS: """
+add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs continue_final_message
+dimensions embed_dtype encoding_format endianness input media_io_kwargs messages mm_processor_kwargs model padding
+priority request_id truncate_prompt_tokens truncation_side use_activation user""",
+    MESSAGES: """
+cache_salt chat_template_kwargs ec_transfer_params kv_transfer_params max_tokens messages metadata mm_payload model
+output_config return_mm_kwargs stop_sequences stream system temperature thinking tool_choice tools top_k top_p
+vllm_xargs watermarking"""}
 
 
 def in_tables(path: str) -> set[str]:
     return {name for table in (BASE, HONOURED, TOGETHER, ACCEPTED, REFUSED) for name in table[path]} | ELSEWHERE
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_the_tables_have_every_extension_of_vllm(path: str) -> None:
-    assert VLLM - in_tables(path) == set()
+@pytest.mark.parametrize("path", VLLM)
+def test_the_tables_have_every_field_of_vllm(path: str) -> None:
+    assert set(VLLM[path].split()) - in_tables(path) - {"model"} == set()
+
+
+@pytest.mark.parametrize("path,name", [(path, name) for path in VLLM for name in VLLM[path].split()])
+def test_no_field_of_vllm_is_ignored(path: str, name: str) -> None:
+    response, _ = send(path, {name: None} if name not in BASE[path] else {})
+    assert "x-ignored-fields" not in response.headers
 
 
 @pytest.mark.parametrize("path,module,name", [
