@@ -5,6 +5,7 @@ requests decode; every --block-steps steps the records change between on and off
 drifts cancel: blocks are short and many. Off: no clock is read for them, no stamps travel, no ring is written. A
 block's figure is the CPU time that its fastest fifth of steps stays below, without the forward pass: every step has its
 record, neighbours on the machine leave few alone, and the forward pass, which no record touches, would hide them. The
+steps that send the stamps of many are kept apart, and what they take longer than others is shared out among all. The
 result is the mean
 difference over pairs of blocks with its 95 % interval (bootstrap), and its share of a whole step's CPU time, forward
 pass included. What each token adds, one append of the time it came, is in both kinds of block and measured alone. One
@@ -34,7 +35,7 @@ from frontend.timeline import Timeline
 from ipc import codec
 from ipc.cli import build_config
 from ipc.config import EngineConfig, Peer, WorkerProcess
-from ipc.messages import HELLO, EngineReady, ModelRunnerOutput, SchedulerOutput
+from ipc.messages import HELLO, EngineReady, ModelRunnerOutput, Outputs, SchedulerOutput
 from ipc.option_help import OptionParser
 from ipc.sockets import Router
 from ipc.step_ring import StepRing
@@ -90,6 +91,8 @@ class OneProcess:
         self._ring = self.runner.ring
         self.host_us: list[float] = []  # CPU time of each step without its forward pass
         self.whole_us: list[float] = []  # with it
+        self.telling_us: list[float] = []  # as host_us, of the steps that sent stamps
+        self._has_told = False
         self._last = (0, 0)
 
     def record(self, is_on: bool) -> None:
@@ -121,16 +124,17 @@ class OneProcess:
             core.commit(result, clock())
             core.committed(clock())
         for number, outputs in core.take_outputs(clock()):
+            self._has_told |= bool(outputs.stamps)
             if self.frontends.send(number, outputs):
                 core.outbox.sent(number)
-
 
     def _account(self) -> None:
         """From one step to the next, what the frontend did in between included."""
         now, forward = time.process_time_ns(), self.model.cpu_ns
         whole, inside = now - self._last[0], forward - self._last[1]
         self._last = now, forward
-        self.host_us.append((whole - inside) / 1000)
+        (self.telling_us if self._has_told else self.host_us).append((whole - inside) / 1000)
+        self._has_told = False
         self.whole_us.append(whole / 1000)
 
 
@@ -163,24 +167,29 @@ async def measure(name: str, config: EngineConfig, args: argparse.Namespace) -> 
         llm = await AsyncLLM.attach(Peer(engine.address, 1), 1, config.model)
         cpu: dict[bool, list[float]] = {True: [], False: []}
         whole: list[float] = []
+        plain: list[float] = []                 # steps with records
+        telling: list[float] = []               # those of them that sent stamps
         for group in range(args.groups):
             async with load(llm, args, seed=group):
                 await run_steps(engine, WARM_STEPS)
+                before = llm.timeline.num_steps
                 for is_on in (True, False, False, True) * args.turns:
                     engine.record(is_on)
-                    before = llm.timeline.num_steps
+                    llm.timeline.is_recording = is_on
                     await run_steps(engine, args.block_steps)
                     cpu[is_on].append(percentile(engine.host_us, 20))
                     whole += [] if is_on else engine.whole_us
-                    recorded = llm.timeline.num_steps - before
-                    if (recorded < args.block_steps // 2) == is_on:
-                        raise RuntimeError(f"{recorded} of {args.block_steps} steps were recorded with records "
-                                           f"{'on' if is_on else 'off'}")
+                    plain += engine.host_us if is_on else []
+                    telling += engine.telling_us if is_on else []
+                recorded, expected = llm.timeline.num_steps - before, 2 * args.turns * args.block_steps
+                if abs(recorded - expected) > expected // 4:
+                    raise RuntimeError(f"{recorded} steps were recorded where {expected} had records on")
         engine.is_stopping = True
         await stepping
         await llm.close()
         engine.frontends.close()
-    return summary(name, np.array(cpu[True]), np.array(cpu[False]), median(whole), args)
+    tell = max(0.0, median(telling) - median(plain)) * len(telling) / (len(telling) + len(plain))
+    return summary(name, np.array(cpu[True]), np.array(cpu[False]), tell, median(whole), args)
 
 
 @contextlib.asynccontextmanager
@@ -211,14 +220,16 @@ async def run_steps(engine: OneProcess, count: int) -> None:
     begin = engine.core.committed_step
     engine.host_us.clear()
     engine.whole_us.clear()
+    engine.telling_us.clear()
     while engine.core.committed_step < begin + count:
         await asyncio.sleep(0)
-    del engine.host_us[0], engine.whole_us[0]
+    del engine.host_us[:1], engine.whole_us[0]
 
 
-def summary(name: str, on: np.ndarray, off: np.ndarray, base: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Pairs of neighbours: (on, off) and (off, on) of each group."""
-    gain = on - off
+def summary(name: str, on: np.ndarray, off: np.ndarray, tell: float, base: float,
+            args: argparse.Namespace) -> dict[str, Any]:
+    """Pairs of neighbours: (on, off) and (off, on) of each group. tell: what sending stamps adds to a mean step."""
+    gain = on - off + tell
     means = np.random.default_rng(0).choice(gain, (RESAMPLES, len(gain))).mean(1)
     low, high = np.percentile(means, [2.5, 97.5])
     append, alone = per_token_us(), per_record_us()
@@ -226,6 +237,7 @@ def summary(name: str, on: np.ndarray, off: np.ndarray, base: float, args: argpa
         "model": name, "concurrency": args.concurrency, "pairs": len(gain), "block_steps": args.block_steps,
         "step_us": round(base, 1), "off_us": round(float(off.mean()), 1), "on_us": round(float(on.mean()), 1),
         "record_us": round(float(gain.mean()), 2), "record_us_95": [round(float(low), 2), round(float(high), 2)],
+        "of_it_sending_us": round(tell, 2),
         "overhead_percent": round(100 * float(gain.mean()) / base, 3),
         "overhead_percent_95": [round(100 * float(edge) / base, 3) for edge in (low, high)],
         "record_alone_us": round(alone, 2), "record_alone_percent": round(100 * alone / base, 3),
@@ -237,7 +249,7 @@ def per_record_us(count: int = 20_000) -> float:
     """Making, sending along and keeping the record of one step, by itself: what the difference must be about."""
     outbox, ring, timeline, clock = Outbox(), StepRing(), Timeline(), time.monotonic_ns
     begin = time.process_time_ns()
-    for step in range(count):
+    for step in range(1, count + 1):
         moments = [clock() for _ in range(10)]
         plan = (step, *moments[:3], 0, 0, 0, 0, 0, 0, 0, 0, step, 16, 16, 0)
         outbox.planned(*plan)
@@ -247,8 +259,12 @@ def per_record_us(count: int = 20_000) -> float:
         ring.mark_two(step, 6, moments[4], 0)
         outbox.step(step, *moments[:9], 0, 0, step, 16, 16, 0)
         outbox.commit_ended(moments[9])
-        timeline.add(outbox.steps_for(1, clock()), clock(), clock(), clock(), 16, 0, 100)
-        outbox.told(1)
+        outputs = Outputs(step, num_running=16, num_free_blocks=100)
+        if not step % 66:
+            outputs.stamps = outbox.steps_for(1, clock())
+            outbox.told(1, clock())
+        if timeline.hear(outputs, clock()):
+            timeline.written()
     return (time.process_time_ns() - begin) / 1000 / count
 
 

@@ -218,7 +218,7 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
             last_beat = now
             for number in links.frontends.numbers.values():
                 if links.frontends.send(number, core.beat(number, now)):
-                    core.outbox.told(number)
+                    core.outbox.told(number, now)
 
 
 def take_news(core: EngineCore, links: Links, recorder: Recorder, news: PeerUp | PeerDown) -> bool:

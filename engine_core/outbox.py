@@ -18,18 +18,20 @@ if TYPE_CHECKING:
 STEP, COMMIT_BEGIN, COMMIT_END, OUTPUTS_SENT = (STAMPS.index(name) for name in (
     "step", "commit_begin", "commit_end", "outputs_sent"))
 NUMBER_SHIFT = 40                               # request_id = frontend number << 40 | counter
+TELL_NS = 100_000_000                           # a busy frontend is told of steps this often, all at once
 
 
 class _Pending:
     """News for one frontend."""
 
-    __slots__ = ("columns", "admitted", "finished", "extras")
+    __slots__ = ("columns", "admitted", "finished", "extras", "told_ns")
 
     def __init__(self) -> None:
         self.columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []     # ids int64, index int64, tokens int32
         self.admitted: list[Admitted] = []
         self.finished: list[Finished] = []
         self.extras: dict[str, list[Any]] = {}  # field of Outputs -> entries
+        self.told_ns = -1                       # when stamps were put in; -1: none are in it
 
     def __bool__(self) -> bool:
         return bool(self.columns or self.admitted or self.finished or self.extras)
@@ -45,7 +47,7 @@ class Outbox:
         self._is_open = False                   # when its commit ended is not known yet
         self._sent = 0                          # step whose row is complete: some frontend was sent it
         self.is_recording = True                # False: no stamps leave; `bench overhead` measures what that saves
-        self._told: dict[int, int] = {}         # frontend number -> the last step it knows
+        self._told: dict[int, tuple[int, int]] = {}     # frontend number -> the last step it knows, when it was told
 
     def _of(self, number: int) -> _Pending:
         pending = self._pending.get(number)
@@ -82,6 +84,7 @@ class Outbox:
     def take(self, core: EngineCore, now_ns: int) -> list[tuple[int, Outputs]]:
         """One Outputs per frontend with news. They stay pending until `sent`."""
         found = []
+        is_over = not core.scheduler.rows.n     # no message may follow soon
         for number, pending in self._pending.items():
             if not pending:
                 continue
@@ -97,17 +100,23 @@ class Outbox:
             outputs.admitted, outputs.finished = pending.admitted, pending.finished
             for field, entries in pending.extras.items():
                 setattr(outputs, field, entries)
-            outputs.stamps = self.steps_for(number, now_ns)
+            _, told_ns = self._told.get(number, (0, -TELL_NS))
+            if is_over or now_ns - told_ns >= TELL_NS:
+                outputs.stamps, pending.told_ns = self.steps_for(number, now_ns), now_ns
+            else:
+                self._left(now_ns)
+                pending.told_ns = -1
             found.append((number, outputs))
         return found
 
     def sent(self, number: int) -> None:
-        self._pending.pop(number, None)
-        self.told(number)
+        pending = self._pending.pop(number, None)
+        if pending is not None and pending.told_ns >= 0:
+            self.told(number, pending.told_ns)
 
-    def told(self, number: int) -> None:
+    def told(self, number: int, now_ns: int) -> None:
         """This frontend knows all steps until now."""
-        self._told[number] = self._last
+        self._told[number] = self._last, now_ns
 
     def planned(self, step: int, *stamps: int) -> None:
         """A step is on its way to the worker: its row so far."""
@@ -125,15 +134,21 @@ class Outbox:
             self.ring.mark(self._last, COMMIT_END, now_ns)
             self._is_open = False
 
-    def steps_for(self, number: int, now_ns: int) -> memoryview:
-        """The stamps of the steps that this frontend does not know yet, as far as the ring has them."""
-        last, told = self._last, max(self._told.get(number, 0), self._last - RING_STEPS)
-        if told >= last:
-            return EMPTY
-        self.commit_ended(now_ns)
-        for step in range(max(self._sent, told) + 1, last + 1):
+    def _left(self, now_ns: int) -> None:
+        """News of every step until now are leaving."""
+        last = self._last
+        if self._is_open:
+            self.commit_ended(now_ns)
+        for step in range(max(self._sent, last - RING_STEPS) + 1, last + 1):
             self.ring.mark(step, OUTPUTS_SENT, now_ns)
         self._sent = last
+
+    def steps_for(self, number: int, now_ns: int) -> memoryview:
+        """The stamps of the steps that this frontend does not know yet, as far as the ring has them."""
+        self._left(now_ns)
+        last, told = self._last, max(self._told.get(number, (0, 0))[0], self._last - RING_STEPS)
+        if told >= last:
+            return EMPTY
         if last - told == 1:
             return memoryview(self.ring.row(last))
         recent = self.ring.rows[np.arange(told + 1, last + 1) % RING_STEPS]

@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 NUMBER_SHIFT = 40                               # request_id = frontend number << 40 | counter
 
-# Of news whose tasks have not run: stamps, received, handled, and how the queues were.
-Unwritten = tuple[bytes, int, int, int, int, int]
-
 
 class EngineClient:
     """A frontend's side of the engine core. Create and use it inside one running loop."""
@@ -55,7 +52,6 @@ class EngineClient:
         self._became_ready = asyncio.Event()
         self.timeline = Timeline(time.monotonic_ns())
         self.totals = StepTotals(self.timeline)
-        self._unwritten: Unwritten | None = None
         self.is_restarting = False              # the core is being replaced; it was ready before
         self.lost_worker = ""                   # why the worker ended, until its successor is there
         self.num_restarts = 0                   # of the core, survived
@@ -95,6 +91,7 @@ class EngineClient:
         if self.ready is not None:
             self.core_down("the engine core was replaced")
         self.core = core
+        self.timeline.begin()
         self.num_restarts += 1
         self._link.close()
         self._link = self._connect(core)
@@ -180,14 +177,10 @@ class EngineClient:
         if isinstance(message, Outputs):
             received_ns = time.monotonic_ns()
             self._on_outputs(message, received_ns)
-            if message.stamps:
-                handled_ns = time.monotonic_ns()
-                if self._unwritten is None:     # the loop runs it behind the tasks just woken: they have written then
-                    self._loop.call_soon(self._written)
-                else:                           # another message came before they ran; they write for both
-                    self._record(self._unwritten, self._unwritten[2])
-                self._unwritten = (bytes(message.stamps), received_ns, handled_ns, message.num_running,
-                                   message.num_waiting, message.num_free_blocks)
+            if self.timeline.hear(message, received_ns):    # the loop runs it behind the tasks just woken
+                self._loop.call_soon(self.timeline.written)
+            if message.stamps and self.totals.is_due:
+                self.totals.update()
         elif isinstance(message, EngineReady):
             self.ready = message
             self.is_restarting, self.lost_worker = False, ""
@@ -207,17 +200,6 @@ class EngineClient:
                     future.set_result(msgspec.msgpack.decode(message.result))
         elif isinstance(message, HelloAck):
             self.fail(EngineDeadError(f"the engine core refused this frontend: {message.refused}"))
-
-    def _written(self) -> None:
-        if self._unwritten is not None:
-            self._record(self._unwritten, time.monotonic_ns())
-            self._unwritten = None
-
-    def _record(self, news: Unwritten, written_ns: int) -> None:
-        stamps, received_ns, handled_ns, *counts = news
-        self.timeline.add(stamps, received_ns, handled_ns, written_ns, *counts)
-        if self.totals.is_due:
-            self.totals.update()
 
     def _on_outputs(self, outputs: Outputs, now_ns: int) -> None:
         self.num_running, self.num_waiting = outputs.num_running, outputs.num_waiting

@@ -1,8 +1,9 @@
 """The last steps of all processes on one clock: what each sent, collected here.
 
-The core sends the stamps of every step it commits (ipc.messages.STAMPS); this frontend adds when it received their
-news, had made text of it, and had written it. All are monotonic nanoseconds of one host. Always on: a few clock reads
-and one row copy a step. Streamed text is written where it is made, so that `detokenize` holds it and `write` what tasks
+The core sends the stamps of every step it commits (ipc.messages.STAMPS), those of many steps at once, a few times a
+second; this frontend notes of each message when it received it, had made text of it, and had written it, and joins the
+two here when somebody looks. All are monotonic nanoseconds of one host. Always on: a few clock reads
+a step. Streamed text is written where it is made, so that `detokenize` holds it and `write` what tasks
 do afterwards. Steps from before this frontend came are told too, as far as the core has them; its own part of them is
 0. What the rows say is step_report.py's and trace.py's to tell. Knows no HTTP.
 
@@ -13,12 +14,12 @@ do afterwards. Steps from before this frontend came are told too, as far as the 
 from __future__ import annotations
 
 import threading
+import time
 from array import array
-from typing import Any
 
 import numpy as np
 
-from ipc.messages import STAMPS
+from ipc.messages import STAMPS, Outputs
 from ipc.step_ring import RING_STEPS, ROW_BYTES
 
 COLUMNS = (*STAMPS, "received", "handled", "written", "num_running", "num_waiting", "num_free_blocks")
@@ -39,8 +40,9 @@ STAGES = (  # stage, process, from, to
 )
 
 
-_COMMIT_END = STAMPS.index("commit_end")
-_NUM_TIMES = len(COLUMNS) - len(STAMPS)
+_STEP, _COMMIT_END = STAMPS.index("step"), STAMPS.index("commit_end")
+_NUM_HEARD = 1 + len(COLUMNS) - len(STAMPS)     # of one message: the last step it knows of, then our columns
+_WRITTEN = COLUMNS.index("written") - len(COLUMNS)
 _MOST_BYTES = RING_STEPS * ROW_BYTES
 
 
@@ -51,40 +53,68 @@ class Timeline:
         """since_ns: when this frontend came; it had no news of steps committed before."""
         self._since_ns = since_ns
         self._ring = np.zeros((RING_STEPS, len(COLUMNS)), np.int64)
-        self._stamps, self._times = bytearray(), array("q")     # of steps that are not in the ring yet
+        self._stamps = bytearray()              # of steps that are not in the ring yet
+        self._heard = array("q")                # [messages, _NUM_HEARD]: of those whose steps are not in the ring yet
+        self._last_heard = 0                    # step
+        self._is_written = True                 # what was heard last
         self._lock = threading.Lock()
-        self.num_steps = 0  # ever
+        self.is_recording = True                # False: nothing is noted; `bench overhead` measures what that saves
+        self.num_steps = 0                      # told of, ever
 
     def __len__(self) -> int:
         return RING_STEPS
 
-    def add(
-        self,
-        stamps: Any,
-        received_ns: int,
-        handled_ns: int,
-        written_ns: int,
-        num_running: int,
-        num_waiting: int,
-        num_free_blocks: int,
-    ) -> None:
-        """The steps of one Outputs message."""
-        count = len(stamps) // ROW_BYTES
+    def hear(self, outputs: Outputs, received_ns: int) -> bool:
+        """A message was handled just now. True: call `written` when the tasks that it woke have run. If another message
+        comes before, they write for both, and it counts as the later one's."""
+        was_written = False
+        if outputs.step != self._last_heard and self.is_recording:
+            self._last_heard = outputs.step
+            handled_ns = time.monotonic_ns()
+            self._heard.extend((outputs.step, received_ns, handled_ns, handled_ns, outputs.num_running,
+                                outputs.num_waiting, outputs.num_free_blocks))
+            was_written, self._is_written = self._is_written, False
+        if outputs.stamps:
+            self._tell(outputs.stamps)
+        return was_written
+
+    def written(self) -> None:
+        """What was heard last is written now."""
+        self._is_written = True
+        self._heard[_WRITTEN] = time.monotonic_ns()
+
+    def _tell(self, stamps: memoryview) -> None:
         with self._lock:
-            self._stamps += stamps
-            self._times.extend((received_ns, handled_ns, written_ns, num_running, num_waiting, num_free_blocks) * count)
-            self.num_steps += count
-            if len(self._stamps) > _MOST_BYTES:
+            if len(self._stamps) + len(stamps) > _MOST_BYTES:
                 self._settle()
+            self._stamps += stamps
+            self.num_steps += len(stamps) // ROW_BYTES
+
+    def begin(self) -> None:
+        """Another core counts its steps from 1."""
+        with self._lock:
+            self._settle()
+            self._last_heard = 0
+            del self._heard[:-_NUM_HEARD]
+            if self._heard:                     # no step of the new core is its news
+                self._heard[0] = 0
 
     def _settle(self) -> None:
-        """Move what was added into the ring. The lock is held."""
-        rows = np.frombuffer(self._stamps, np.int64).reshape(-1, len(STAMPS))[-RING_STEPS:]
-        times = np.frombuffer(self._times, np.int64).reshape(-1, _NUM_TIMES)[-RING_STEPS:]
+        """Move the steps we were told of into the ring. The lock is held; `hear` and `written` do without it."""
+        if not self._stamps:
+            return
+        rows = np.frombuffer(self._stamps, np.int64).reshape(-1, len(STAMPS))
+        heard = np.array(self._heard, np.int64).reshape(-1, _NUM_HEARD)
+        is_over = heard[:-1, 0] <= rows[-1, _STEP]              # the last one stays: `written` may be about to come
+        rows = rows[-RING_STEPS:]
+        first = np.searchsorted(heard[:, 0], rows[:, _STEP])    # the first message that knows of it brought its news
+        is_ours = (first < len(heard)) & (rows[:, _COMMIT_END] >= self._since_ns)
         places = np.arange(self.num_steps - len(rows), self.num_steps) % RING_STEPS
         self._ring[places, : len(STAMPS)] = rows
-        self._ring[places, len(STAMPS) :] = times * (rows[:, _COMMIT_END] >= self._since_ns)[:, None]
-        self._stamps, self._times = bytearray(), array("q")
+        self._ring[places, len(STAMPS) :] = 0
+        self._ring[places[is_ours], len(STAMPS) :] = heard[first[is_ours], 1:]
+        del self._heard[: int(is_over.sum()) * _NUM_HEARD]
+        self._stamps = bytearray()
 
     def window(self, since_ns: int = 0) -> np.ndarray:
         """Rows [steps, COLUMNS] that were committed after `since_ns`, oldest first. A copy."""

@@ -197,7 +197,7 @@ class Outputs(msgspec.Struct, array_like=True, gc=False):
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
-    stamps: memoryview = EMPTY                  # int64 [steps, STAMPS]: the steps committed since the last message
+    stamps: memoryview = EMPTY                  # int64 [steps, STAMPS]: some times a second, those not told of yet
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     pooled: list[Pooled] = []

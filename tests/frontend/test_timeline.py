@@ -9,7 +9,7 @@ import pytest
 from frontend.step_report import IDLE_CAUSES, StepTotals, analyse, device_ns, idle_causes
 from frontend.timeline import COLUMN, COLUMNS, RING_STEPS, Timeline, columns
 from frontend.trace import chrome_trace, operator_events
-from ipc.messages import STAMPS
+from ipc.messages import STAMPS, Outputs
 
 US = 1000
 
@@ -34,6 +34,14 @@ def steps(count: int, *, plan: int = 50, encode: int = 10, wire: int = 40, prepa
         row["device_ns"] = (forward + sample) * US
         rows.append([row.get(name, 0) for name in COLUMNS])
     return np.array(rows, np.int64)
+
+
+def hear(timeline: Timeline, rows: np.ndarray, received_ns: int = 1, written: bool = True) -> None:
+    """One message that tells of these steps."""
+    stamps = np.ascontiguousarray(rows[:, :len(STAMPS)]).data.cast("B")
+    outputs = Outputs(int(rows[-1, COLUMN["step"]]), num_running=1, num_waiting=2, num_free_blocks=3, stamps=stamps)
+    if timeline.hear(outputs, received_ns) and written:
+        timeline.written()
 
 
 def test_stages_have_the_times_that_were_put_in() -> None:
@@ -67,8 +75,8 @@ def test_a_planted_fault_is_named(planted: dict[str, int], says: str) -> None:
 def test_the_ring_keeps_the_newest_steps() -> None:
     timeline = Timeline()
     rows = steps(RING_STEPS + 100)
-    for row in rows:
-        timeline.add(row[:len(STAMPS)].tobytes(), int(row[-6]), int(row[-5]), int(row[-4]), 1, 2, 3)
+    for i in range(len(rows)):
+        hear(timeline, rows[i:i + 1])
     kept = timeline.window()
     assert len(kept) == RING_STEPS and kept[0][STAMPS.index("step")] == 100 and kept[-1][-3:].tolist() == [1, 2, 3]
 
@@ -76,7 +84,7 @@ def test_the_ring_keeps_the_newest_steps() -> None:
 def test_a_window_begins_where_it_is_asked_to() -> None:
     timeline = Timeline()
     rows = steps(20)
-    timeline.add(rows[:, :len(STAMPS)].tobytes(), 1, 2, 3, 0, 0, 0)
+    hear(timeline, rows)
     since = int(rows[12][COLUMNS.index("commit_begin")])
     assert timeline.window(since)[0][STAMPS.index("step")] == 12
 
@@ -95,16 +103,47 @@ def test_shares_are_of_the_window_also_where_it_has_few_steps() -> None:
 
 
 def test_a_frontend_had_no_news_of_steps_before_it_came() -> None:
-    rows = steps(4)
+    rows = steps(5)[1:]
     since_ns = int(rows[2, COLUMN["commit_end"]])
     timeline = Timeline(since_ns)
     assert timeline.known_since(5) == 5
-    timeline.add(rows[:, :len(STAMPS)].tobytes(), 1, 2, 3, 4, 5, 6)
-    assert timeline.window()[:, -6:].tolist() == [[0] * 6, [0] * 6, [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]
+    hear(timeline, rows, 7)
+    found = timeline.window()[:, -6:]
+    assert not found[:2].any() and found[2:, 0].tolist() == [7, 7] and found[2:, 3:].tolist() == [[1, 2, 3]] * 2
     assert not [e for e in chrome_trace(timeline.window()[:2])["traceEvents"] if e["ph"] in "Cf"]
-    for row in steps(RING_STEPS + 9):
-        timeline.add(row[:len(STAMPS)].tobytes(), 1, 2, 3, 0, 0, 0)
-    assert timeline.known_since(5) == steps(RING_STEPS + 9)[9, COLUMN["commit_begin"]]
+    rows = steps(RING_STEPS + 9)
+    for i in range(5, len(rows)):
+        hear(timeline, rows[i:i + 1])
+    assert timeline.known_since(5) == rows[9, COLUMN["commit_begin"]]
+
+
+def test_each_step_has_the_times_of_the_message_that_brought_its_news() -> None:
+    """The stamps of many steps come together; what this frontend did was noted when the news of each came."""
+    timeline, rows = Timeline(), steps(8)[1:]
+    for step in (1, 2, 4, 5):                               # the news of 3 came with those of 4
+        assert timeline.hear(Outputs(step, num_running=step), 100 * step)
+        timeline.written()
+    assert len(timeline.window()) == 0                      # nothing is known of the steps themselves
+    hear(timeline, rows[:5], 500, written=False)            # a beat: 5 was heard of
+    found = timeline.window()
+    assert found[:, COLUMN["step"]].tolist() == [1, 2, 3, 4, 5]
+    assert found[:, COLUMN["received"]].tolist() == [100, 200, 400, 400, 500]
+    assert found[:, COLUMN["num_running"]].tolist() == [1, 2, 4, 4, 5]
+    assert (found[:, COLUMN["written"]] > found[:, COLUMN["handled"]]).all()
+    hear(timeline, rows[5:], 700)
+    assert timeline.window()[:, COLUMN["received"]].tolist() == [100, 200, 400, 400, 500, 700, 700]
+
+
+def test_the_steps_of_a_new_core_are_not_taken_for_those_of_the_old_one() -> None:
+    timeline = Timeline()
+    hear(timeline, steps(8)[1:], 100)
+    timeline.hear(Outputs(9), 200)                          # of which the old core could not tell any more
+    timeline.begin()
+    timeline.written()
+    hear(timeline, steps(3)[1:], 300)
+    found = timeline.window()
+    assert found[:, COLUMN["step"]].tolist() == [1, 2, 3, 4, 5, 6, 7, 1, 2]
+    assert found[:, COLUMN["received"]].tolist() == [100] * 7 + [300] * 2
 
 
 def test_no_steps_is_said_and_not_divided_by() -> None:
@@ -122,8 +161,8 @@ def test_totals_are_those_of_all_steps_whatever_the_ring_kept() -> None:
     rows = steps(RING_STEPS * 2, forward=1000, pause=500)
     timeline = Timeline()
     totals = StepTotals(timeline)
-    for row in rows:
-        timeline.add(row[:len(STAMPS)].tobytes(), int(row[-6]), int(row[-5]), int(row[-4]), 1, 2, 3)
+    for i in range(len(rows)):
+        hear(timeline, rows[i:i + 1])
         if totals.is_due:
             totals.update()
     totals.update()
@@ -154,10 +193,9 @@ def test_steps_told_in_one_message_count_their_frontend_time_once() -> None:
 
 def test_after_gives_each_step_once() -> None:
     timeline = Timeline()
-    stamps = steps(10)[:, :len(STAMPS)]
-    timeline.add(stamps[:4].tobytes(), 1, 2, 3, 0, 0, 0)
+    hear(timeline, steps(10)[:4])
     rows, count = timeline.after(0)
-    timeline.add(stamps[4:].tobytes(), 1, 2, 3, 0, 0, 0)
+    hear(timeline, steps(10)[4:])
     more, end = timeline.after(count)
     assert (len(rows), count, len(more), end) == (4, 4, 6, 10) and len(timeline.after(end)[0]) == 0
     assert len(timeline.after(1 << 40)[0]) == 10            # of a server that was restarted
