@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from bench.frontend_load import call, chat_request, cpu_us, steady_cost
+from bench.frontend_load import Call, call, chat_request, cpu_us, steady_cost
 from bench.null_engine import NULL_CORE, NULL_WORKER, NullEngine
 from bench.stats import median, percentile, print_json
 from frontend import SamplingParams
@@ -65,21 +65,46 @@ def streaming(model: str, tokens: np.ndarray, seconds: float) -> dict[str, Any]:
     return {"us_per_token": round(cost, 2), "streams": STREAMS, "tokens_per_s": STREAMS * RATE}
 
 
-def growth(model: str, tokens: np.ndarray) -> dict[str, float]:
-    """The same cost early in long streams and beyond their ten-thousandth token."""
+def growth(model: str, tokens: np.ndarray, windows: int = 5) -> dict[str, Any]:
+    """What a token beyond the ten-thousandth costs, in terms of one soon after the hundredth.
 
-    async def load(engine: NullEngine) -> tuple[float, float]:
-        request = chat_request(engine.port, model, "Tell me a very long story.", 100_000)
-        calls = [await call(engine.port, request) for _ in range(16)]
-        pid = engine.pids["frontend"]
-        costs = (await steady_cost(calls, pid, 100, 1_600), await steady_cost(calls, pid, 10_000, 11_500))
+    Two frontends at the same time, so that whatever else the machine does happens to both: the streams of one grow, the
+    other's begin anew in each window. First all are young, which tells the two processes apart.
+    """
+    streams, rate, width = 16, 400.0, 1_600
+
+    async def load(old: NullEngine, young: NullEngine) -> dict[str, Any]:
+        async def begin(engine: NullEngine) -> list[Call]:
+            request = chat_request(engine.port, model, "Tell me a very long story.", 100_000)
+            return [await call(engine.port, request) for _ in range(streams)]
+
+        async def window(calls: list[Call], first: int) -> tuple[float, float]:
+            fresh = await begin(young)
+            costs = await asyncio.gather(steady_cost(calls, old.pids["frontend"], first, first + width),
+                                         steady_cost(fresh, young.pids["frontend"], 100, 100 + width))
+            for one in fresh:
+                one.transport.close()
+            return costs[0], costs[1]
+
+        alike: list[tuple[float, float]] = []
+        for number in range(windows):
+            calls = await begin(old)
+            alike.append(await window(calls, 100))
+            for one in calls if number < windows - 1 else ():
+                one.transport.close()
+        while min(one.num_events for one in calls) < 10_000:
+            await asyncio.sleep(0.2)
+        late = [await window(calls, min(one.num_events for one in calls)) for _ in range(windows)]
         for one in calls:
             one.transport.close()
-        return costs
+        base, grown = (median(ours / theirs for ours, theirs in pairs) for pairs in (alike, late))
+        return {"early_us": round(median(cost for cost, _ in alike), 2), "late_us": round(median(
+            cost for cost, _ in late), 2), "ratio": round(grown / base, 3),
+                "windows": [round(ours / theirs / base, 3) for ours, theirs in late]}
 
-    with NullEngine(model, NULL_CORE, tokens=tokens, rate=200.0) as engine:
-        early, late = uvloop.run(load(engine))
-    return {"early_us": round(early, 2), "late_us": round(late, 2), "ratio": round(late / early, 3)}
+    with (NullEngine(model, NULL_CORE, tokens=tokens, rate=rate) as old,
+          NullEngine(model, NULL_CORE, tokens=tokens, rate=rate) as young):
+        return uvloop.run(load(old, young))
 
 
 def text_path(tokenizer: Tokenizer, tokens: np.ndarray) -> dict[str, float]:
