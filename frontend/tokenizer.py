@@ -40,6 +40,7 @@ def _byte_alphabet() -> dict[int, str]:
 BYTE_TO_CHAR = _byte_alphabet()
 _CHAR_TO_LATIN1 = {ord(char): byte for byte, char in BYTE_TO_CHAR.items()}
 _ALPHABET = frozenset(BYTE_TO_CHAR.values())
+SHORT_TEXT_CHARS = 1_000
 _SEPARATOR = "\u2028"               # in no byte-level token, and no byte's character
 
 
@@ -117,8 +118,14 @@ class Tokenizer:
         return pack_ids(self.encode_ids(text, add_special_tokens))
 
     def encode_ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The same as a list."""
-        _check_text(text)           # the library's plain `encode` keeps the interpreter's lock, and finds offsets too
+        """The same as a list.
+
+        The library's `encode` keeps the interpreter's lock and finds offsets too; its batches go to other threads, whose
+        waking takes longer than a short text does.
+        """
+        _check_text(text)
+        if len(text) <= SHORT_TEXT_CHARS:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:

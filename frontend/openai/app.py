@@ -187,7 +187,7 @@ def api_rows(version: str, counters: Counters, peers: Peers | None = None) -> li
             request=tokenize.TokenizeRequest, answer=tokenize.TokenizeAnswer),
         Row(post, "/detokenize", tokenize.detokenize, "token ids to text", request=tokenize.DetokenizeRequest,
             answer=tokenize.DetokenizeAnswer),
-        Row(get, "/health", models.health, "503 once the engine is dead", opened),
+        Row(get, "/health", models.health, "200 once it has served, 503 when it is dead", opened),
         Row(("GET", "POST"), "/ping", models.health, "the same", opened),
         Row(get, "/ready", models.ready, "200 when requests are served", opened),
         Row(get, "/version", get_version, "of this server", answer=VersionAnswer),

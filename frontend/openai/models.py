@@ -15,7 +15,7 @@ class ModelCard(msgspec.Struct):
     id: str
     created: int
     root: str
-    max_model_len: int
+    max_model_len: int | None                   # null while the engine starts
     object: str = "model"
     owned_by: str = "threefold"
     parent: str | None = None
@@ -29,7 +29,7 @@ class ModelList(msgspec.Struct):
 
 def _card(engine: EngineLike) -> ModelCard:
     name = engine.served_model_name
-    return ModelCard(name, engine.created, name, engine.max_model_len)
+    return ModelCard(name, engine.created, name, engine.max_model_len or None)
 
 
 async def list_models(exchange: Exchange, engine: EngineLike) -> None:
@@ -44,10 +44,11 @@ async def get_model(exchange: Exchange, engine: EngineLike) -> None:
 
 
 async def health(exchange: Exchange, engine: EngineLike) -> None:
-    """GET /health, /ping: 200 while starting or serving, 503 once the engine is dead."""
+    """GET /health, /ping: 503 until the engine serves for the first time, and once it is dead; 200 otherwise, also while
+    a process is being replaced: who watches it should not end what is about to go on."""
     status = engine.status()
-    is_dead = bool(status.get("dead"))
-    await _reply_status(exchange, 503 if is_dead else 200, "dead" if is_dead else "ok", status)
+    word = "dead" if status.get("dead") else "ok" if status.get("ready") or status.get("restarting") else "starting"
+    await _reply_status(exchange, 200 if word == "ok" else 503, word, status)
 
 
 async def ready(exchange: Exchange, engine: EngineLike) -> None:

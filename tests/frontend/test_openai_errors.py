@@ -204,14 +204,22 @@ def test_routes_tell_starting_serving_and_dead_apart() -> None:
         return health.status_code, ready.status_code, chat({}, llm).status_code
 
     llm.state = {"ready": False, "dead": False, "phase": "loading weights", "reason": ""}
-    assert codes() == (200, 503, 503)
+    assert codes() == (503, 503, 503)           # scripts wait for /health, then send requests
     assert asyncio.run(get(app, "/ready")).json()["phase"] == "loading weights"
+    llm.state = {"ready": False, "dead": False, "restarting": True, "reason": "worker 0 was killed"}
+    assert codes()[:2] == (200, 503)
     assert "loading weights" in error_of(chat({}, llm), 503)["message"]
     llm.state = {"ready": True, "dead": False}
     assert codes() == (200, 200, 200)
     llm.state = {"ready": False, "dead": True, "reason": "worker 0 was killed"}
     assert codes() == (503, 503, 503)
     assert "worker 0 was killed" in error_of(chat({}, llm), 503)["message"]
+
+
+def test_the_model_card_has_no_length_before_there_is_one() -> None:
+    llm = FakeLLM()
+    llm.max_model_len = 0
+    assert asyncio.run(get(build_app(llm), "/v1/models")).json()["data"][0]["max_model_len"] is None
 
 
 def test_counters_count_refusals() -> None:
