@@ -120,8 +120,8 @@ class Tokenizer:
     def encode_ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """The same as a list.
 
-        The library's `encode` keeps the interpreter's lock and finds offsets too; its batches go to other threads, whose
-        waking takes longer than a short text does.
+        The library's `encode` keeps the interpreter's lock and finds offsets too; its batches go to other threads, and
+        to wake those takes longer than a short text does.
         """
         _check_text(text)
         if len(text) <= SHORT_TEXT_CHARS:

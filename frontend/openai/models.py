@@ -44,8 +44,8 @@ async def get_model(exchange: Exchange, engine: EngineLike) -> None:
 
 
 async def health(exchange: Exchange, engine: EngineLike) -> None:
-    """GET /health, /ping: 503 until the engine serves for the first time, and once it is dead; 200 otherwise, also while
-    a process is being replaced: who watches it should not end what is about to go on."""
+    """GET /health, /ping: 503 until the engine serves for the first time, and once it is dead. 200 otherwise, also
+    while a process is being replaced: who watches it should not end what is about to go on."""
     status = engine.status()
     word = "dead" if status.get("dead") else "ok" if status.get("ready") or status.get("restarting") else "starting"
     await _reply_status(exchange, 200 if word == "ok" else 503, word, status)
