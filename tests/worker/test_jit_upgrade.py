@@ -39,6 +39,15 @@ def test_the_stamp_is_of_this_code_and_these_versions(empty_cache: Path, monkeyp
     assert not compiler.is_compiled()
 
 
+def test_every_checkout_of_the_same_code_finds_what_one_compiled() -> None:
+    """The folder was named by the checkout's path, so the stamp was right in one of them only, and others waited."""
+    from worker.jit.cache import SharedCacheLocator
+    from worker.sampling.jit_rows import greedy_rows
+    assert Path(greedy_rows._cache.cache_path) == features.cache_folder() / "sampling"
+    places = {SharedCacheLocator.get_suitable_cache_subpath(f"{place}/worker/jit/team.py") for place in ("/a", "/b/c")}
+    assert places == {"jit"}
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(compiler, "stamp_path", lambda: tmp_path / "file" / "below")

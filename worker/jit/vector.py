@@ -23,6 +23,7 @@ from worker.jit import features
 
 LANES = 16
 config.CACHE_DIR = str(features.cache_folder())  # type: ignore[attr-defined]
+config.CACHE_LOCATOR_CLASSES = "worker.jit.cache.SharedCacheLocator"  # type: ignore[attr-defined]
 
 # A function that kernels call; compiled as part of its caller, which is the one that is cached.
 device = njit(nogil=True, error_model="numpy")
