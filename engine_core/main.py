@@ -142,6 +142,7 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
             has_worker &= take_news(core, links, recorder, news)
         links.news.clear()
         rank0 = links.workers[0]
+        was_asked = False
         for number, header, message in links.frontends.drain():
             if header.kind == HELLO:
                 recorder.note(GONE, number, ())
@@ -150,6 +151,7 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
             else:
                 if isinstance(message, Command) and message.name in RELAY_NAMES:
                     rank0.send(relay.ask(number, message))
+                    was_asked = True
                     continue
                 if isinstance(message, Command) and message.name in NAP_NAMES:
                     links.tell(nap.ask(number, message))
@@ -200,9 +202,9 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
                 break
             recorder.note_plan(links.send_plan(plan))
             core.plan_sent(clock(), planned_ns)
-        if not has_worker or not (core.scheduler.rows.in_flight or nap.is_owed):
+        if not has_worker or not (core.scheduler.rows.in_flight or nap.is_owed or relay.is_owed):
             plans.waiting()
-        elif order is not None or steps != (core.step, core.committed_step):
+        elif was_asked or order is not None or steps != (core.step, core.committed_step):
             plans.working()
         steps = core.step, core.committed_step
         now = clock()

@@ -20,6 +20,11 @@ class WorkerRelay:
         self._calls = itertools.count(1)
         self._waiting: dict[int, tuple[int, int]] = {}      # our call id -> frontend, its call id
 
+    @property
+    def is_owed(self) -> bool:
+        """The worker was asked and has not answered."""
+        return bool(self._waiting)
+
     def ask(self, number: int, command: Command) -> Profile | PrepareGrammar:
         """For the worker."""
         call = next(self._calls)

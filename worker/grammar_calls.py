@@ -26,11 +26,18 @@ class GrammarCalls:
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._answers: queue.SimpleQueue[tuple[int, GrammarPrepared]] = queue.SimpleQueue()
+        self._num_owed = 0
         self._core = 0                          # how many cores were forgotten: answers are for the one that asked
         self._decoder = msgspec.msgpack.Decoder(StructuredOutputs)
 
+    @property
+    def is_busy(self) -> bool:
+        """`take` will have more answers."""
+        return self._num_owed > 0
+
     def handle(self, message: PrepareGrammar, grammars: Grammars | None) -> None:
         """Begin; `take` will have the answer. None: the worker sleeps, and the first step compiles."""
+        self._num_owed += 1
         if grammars is None:
             self._answer(self._core, GrammarPrepared(message.call_id))
             return
@@ -50,6 +57,7 @@ class GrammarCalls:
         with contextlib.suppress(queue.Empty):
             while True:
                 core, answer = self._answers.get_nowait()
+                self._num_owed -= 1
                 if core == self._core:
                     found.append(answer)
         return found

@@ -40,6 +40,7 @@ logger = logging.getLogger("worker")
 PHASE_INTERVAL_S = 0.1
 PROFILER_S = 60.0                               # prediction for reading what the profiler recorded
 NAP_S = 60.0                                    # for giving up weights and pool, and each phase of making them again
+THREADS_POLL_MS = 100                           # while threads work on answers: the core sees that this loop turns
 UPGRADE_POLL_MS = 200                           # while kernels are being compiled
 TIDY_MS = 200                                   # idle for so long, a worker gives back what only its start needed
 FIRST_STEP_S = 6.0                              # prediction for the first step, which may warm things up
@@ -194,7 +195,7 @@ class WorkerLoop:
         self.link.send(Slept())
         while not self.is_stopping:
             progress.waiting()
-            self.poll(None)
+            self.poll(THREADS_POLL_MS if self._has_threads else None)
             self._answer()
             item = self.link.receive()
             if item is not None and (item[0].kind == HELLO or isinstance(item[1], WakeUp)):
@@ -222,6 +223,10 @@ class WorkerLoop:
         if (answer := self.profiler.handle(message)) is not None:
             self.link.send(answer)
 
+    @property
+    def _has_threads(self) -> bool:
+        return self.profiler.is_busy or self.grammar_calls.is_busy
+
     def _answer(self) -> None:
         """What threads have done since the last call."""
         if (answer := self.profiler.take()) is not None:
@@ -240,6 +245,9 @@ class WorkerLoop:
             runner.capture_next()
         if not runner.has_capture:
             progress.waiting()
+            if self._has_threads:
+                self.poll(THREADS_POLL_MS)
+                return
             if not self.is_tidy:
                 if self.poll(TIDY_MS):
                     return

@@ -37,6 +37,11 @@ class OperatorProfiler:
         self._from_thread: queue.SimpleQueue[str] = queue.SimpleQueue()     # the error, or ""
         self._path = ""
 
+    @property
+    def is_busy(self) -> bool:
+        """A thread is at work on an answer."""
+        return self._call is not None
+
     def handle(self, message: Profile) -> Profiled | None:
         """Begin to answer; None: `take` will have the answer."""
         if self._call is not None:

@@ -52,6 +52,8 @@ def test_answers_of_the_worker_find_who_asked() -> None:
     number, reply = relay.answer(GrammarPrepared(grammar.call_id, "no such type")) or (0, None)
     assert number == 3 and reply is not None and not reply.error
     assert msgspec.msgpack.decode(reply.result) == {"problem": "no such type"}
+    assert relay.is_owed
     (lost,) = relay.lost()
     assert lost[0] == 1 and "worker ended" in lost[1].error and relay.lost() == []
+    assert not relay.is_owed
     assert isinstance(first, Profile)

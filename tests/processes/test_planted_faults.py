@@ -16,6 +16,7 @@ import pytest
 from frontend import AsyncLLM, SamplingParams, request_stream
 from frontend.cli.profile import Load, run_load
 from frontend.step_report import analyse
+from ipc.progress import MIN_SILENCE_S
 from tests.processes.tools import OPTIONS
 
 LOAD = Load(concurrency=4, requests=12, prompt_tokens=16, output_tokens=40)
@@ -37,7 +38,7 @@ class Planter:
             owner, method = TARGETS[name]
             slow = getattr(getattr(module, owner), method)
             def delayed(*arguments):
-                time.sleep(0.003)
+                time.sleep({delay_s})
                 return slow(*arguments)
             setattr(getattr(module, owner), method, delayed)
         spec.loader.exec_module = exec_module
@@ -49,9 +50,10 @@ sys.meta_path.insert(0, Planter())
 
 @pytest.fixture
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes every child of this test sleep 3 ms in module.owner.method."""
-    def into(module: str, owner: str, method: str) -> None:
-        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(PLANT).format(targets={module: (owner, method)}))
+    """Makes every child of this test sleep in module.owner.method."""
+    def into(module: str, owner: str, method: str, delay_s: float = 0.003) -> None:
+        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(PLANT).format(
+            targets={module: (owner, method)}, delay_s=delay_s))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return into
 
@@ -100,3 +102,15 @@ def test_throttled_requests_are_named(tiny_model: str, temp: str) -> None:
             return analyse(llm.timeline.window()).verdict
 
     assert asyncio.run(throttled()).startswith("Requests bound it")
+
+
+def test_a_profiler_that_takes_long_to_start_is_no_hang(tiny_model: str, temp: str, plant: Any) -> None:
+    """Its thread works for longer than an idle worker may owe an answer; the worker's loop turns meanwhile."""
+    async def run() -> None:
+        async with AsyncLLM(tiny_model, **OPTIONS) as llm:
+            pids = llm.pids
+            await asyncio.wait_for(llm.start_profile(), 60)
+            assert llm.pids == pids
+            await llm.stop_profile()
+    plant("worker.profiler", "OperatorProfiler", "_load", MIN_SILENCE_S + 3)
+    asyncio.run(run())

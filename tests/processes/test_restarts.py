@@ -142,6 +142,19 @@ def test_a_process_that_is_stopped_while_idle_is_noticed_and_replaced(index: int
     assert_nothing_left(temp)
 
 
+def test_a_call_to_a_worker_that_was_stopped_while_idle_ends(tiny_model: str, temp: str) -> None:
+    """The worker owed an answer to no plan, so nobody looked for it: the call never returned."""
+    async def run() -> None:
+        async with AsyncLLM(tiny_model, **OPTIONS) as llm:
+            pid = llm.pids[1]
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(ValueError, match="the worker ended while it was asked"):
+                await llm.start_profile()
+            await collect(llm, *REQUESTS[0], asyncio.Event())
+            assert llm.pids[1] != pid
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_process_that_ends_again_and_again_ends_the_engine(tiny_model: str, temp: str) -> None:
     """Five restarts a minute; the sixth death is the last. The core's restart is the quickest."""
     async def run() -> None:
