@@ -19,7 +19,8 @@ GONE_S = 4.0                                    # the promise is 2 s after a kil
 
 def engine_environment(temp: str) -> dict[str, str]:
     """For a process that starts engines: our packages, and `temp` for their run directories."""
-    env = {**os.environ, "PYTHONPATH": ROOT, "TMPDIR": temp}
+    path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, "TMPDIR": temp}
     env.pop("XDG_RUNTIME_DIR", None)
     return env
 

@@ -1,14 +1,10 @@
 """`profile` names the cause: a delay is planted in one process of a real engine, and the sentence must name that one.
-
-The fault comes from a sitecustomize module on the children's path: their code is what it always is.
 """
 from __future__ import annotations
 
 import asyncio
-import textwrap
 import time
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,45 +13,12 @@ from frontend import AsyncLLM, SamplingParams, request_stream
 from frontend.cli.profile import Load, run_load
 from frontend.step_report import analyse
 from ipc.progress import MIN_SILENCE_S
+from tests.processes.planting import Plant
 from tests.processes.tools import OPTIONS
 
 LOAD = Load(concurrency=4, requests=12, prompt_tokens=16, output_tokens=40)
 
-PLANT = """
-import sys, time
-from importlib.machinery import PathFinder
-
-TARGETS = {targets!r}
-
-class Planter:
-    def find_spec(self, name, path=None, target=None):
-        if name not in TARGETS:
-            return None
-        spec = PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            owner, method = TARGETS[name]
-            slow = getattr(getattr(module, owner), method)
-            def delayed(*arguments):
-                time.sleep({delay_s})
-                return slow(*arguments)
-            setattr(getattr(module, owner), method, delayed)
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Planter())
-"""
-
-
-@pytest.fixture
-def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes every child of this test sleep in module.owner.method."""
-    def into(module: str, owner: str, method: str, delay_s: float = 0.003) -> None:
-        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(PLANT).format(
-            targets={module: (owner, method)}, delay_s=delay_s))
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return into
+SLEEP = "time.sleep(0.003)"
 
 
 async def sentence(model: str, load: Load = LOAD) -> str:
@@ -63,13 +26,13 @@ async def sentence(model: str, load: Load = LOAD) -> str:
         return analyse((await run_load(llm, load)).rows).verdict
 
 
-def test_a_slow_scheduler_is_named(tiny_model: str, temp: str, plant: Any) -> None:
-    plant("engine_core.scheduler", "Scheduler", "schedule")
+def test_a_slow_scheduler_is_named(tiny_model: str, temp: str, plant: Plant) -> None:
+    plant("engine_core.scheduler", "Scheduler", "schedule", before=SLEEP)
     assert asyncio.run(sentence(tiny_model)).startswith("The scheduler bounds it")
 
 
-def test_a_slow_preparation_in_the_worker_is_named(tiny_model: str, temp: str, plant: Any) -> None:
-    plant("worker.batch", "BatchBuilder", "build")
+def test_a_slow_preparation_in_the_worker_is_named(tiny_model: str, temp: str, plant: Plant) -> None:
+    plant("worker.batch", "BatchBuilder", "build", before=SLEEP)
     assert asyncio.run(sentence(tiny_model)).startswith("The worker's host side bounds it")
 
 
@@ -104,7 +67,7 @@ def test_throttled_requests_are_named(tiny_model: str, temp: str) -> None:
     assert asyncio.run(throttled()).startswith("Requests bound it")
 
 
-def test_a_profiler_that_takes_long_to_start_is_no_hang(tiny_model: str, temp: str, plant: Any) -> None:
+def test_a_profiler_that_takes_long_to_start_is_no_hang(tiny_model: str, temp: str, plant: Plant) -> None:
     """Its thread works for longer than an idle worker may owe an answer; the worker's loop turns meanwhile."""
     async def run() -> None:
         async with AsyncLLM(tiny_model, **OPTIONS) as llm:
@@ -112,5 +75,5 @@ def test_a_profiler_that_takes_long_to_start_is_no_hang(tiny_model: str, temp: s
             await asyncio.wait_for(llm.start_profile(), 60)
             assert llm.pids == pids
             await llm.stop_profile()
-    plant("worker.profiler", "OperatorProfiler", "_load", MIN_SILENCE_S + 3)
+    plant("worker.profiler", "OperatorProfiler", "_load", before=f"time.sleep({MIN_SILENCE_S + 3})")
     asyncio.run(run())
