@@ -1,6 +1,8 @@
 """`python launch.py soak`: many requests of a few tokens over HTTP, and what they leave behind.
 
 Mixed completions and chats, streamed and not, some with stop strings, seeds, log-probabilities or a closed connection.
+A connection that rested until the server closed it (this process was stopped, say) is replaced, as every HTTP client
+does; one that is closed earlier is a failed request.
 Every process's resident memory and descriptors are read along the way; after a warm-up the memory's slope is fitted.
 Exit status 1 when a request failed, blocks were held at the end, descriptors grew, or memory did (by 1 MB per 100,000
 requests, judged on runs of at least that many).
@@ -22,6 +24,7 @@ import numpy as np
 
 from bench.fuzz import tiny_server
 from bench.stats import percentile, print_json
+from frontend.http_server import IDLE_CONNECTION_S
 from ipc.option_help import OptionParser
 
 MAX_SLOPE_MB = 1.0  # per 100,000 requests
@@ -68,7 +71,7 @@ class Soak:
 
     def __init__(self, port: int, pids: dict[str, int], args: argparse.Namespace) -> None:
         self.port, self.pids, self.args = port, pids, args
-        self.num_done = self.num_failed = self.num_cut = 0
+        self.num_done = self.num_failed = self.num_cut = self.num_stale = 0
         self.latencies: list[tuple[float, float]] = []  # (when, seconds)
         self.samples: list[tuple[int, dict[str, float], dict[str, int]]] = []
         self._begin = time.monotonic()
@@ -103,19 +106,31 @@ class Soak:
     async def _client(self, number: int) -> None:
         rng = random.Random(self.args.seed * 1000 + number)
         while not self.is_over:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            connection = await asyncio.open_connection("127.0.0.1", self.port)
+            rested_since = time.monotonic()
             try:
                 for _ in range(rng.randint(50, 500)):
-                    if self.is_over or not await self._one(rng, reader, writer):
+                    path, body = make_body(rng)
+                    try:
+                        is_kept = not self.is_over and await self._one(rng, path, body, *connection)
+                    except (OSError, asyncio.IncompleteReadError):
+                        if time.monotonic() - rested_since < IDLE_CONNECTION_S:
+                            raise
+                        self.num_stale += 1
+                        await _close(connection[1])
+                        connection = await asyncio.open_connection("127.0.0.1", self.port)
+                        is_kept = await self._one(rng, path, body, *connection)
+                    rested_since = time.monotonic()
+                    if not is_kept:
                         break
             except (OSError, asyncio.IncompleteReadError) as error:
                 self.num_failed += 1
                 print(f"request failed: {type(error).__name__}: {error}")
-            await _close(writer)
+            await _close(connection[1])
 
-    async def _one(self, rng: random.Random, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _one(self, rng: random.Random, path: str, body: bytes, reader: asyncio.StreamReader,
+                   writer: asyncio.StreamWriter) -> bool:
         """One request. False: this connection was cut, as clients do."""
-        path, body = make_body(rng)
         begin = time.monotonic()
         writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
                      % (path.encode(), len(body)) + body)
@@ -149,6 +164,7 @@ class Soak:
         first, second = (percentile([s for _, s in part], 99) if part else 0.0
                          for part in (self.latencies[:half], self.latencies[half:]))
         return {"requests": self.num_done, "failed": self.num_failed, "cut_by_client": self.num_cut,
+                "replaced_connections": self.num_stale,
                 "seconds": round(time.monotonic() - self._begin, 1),
                 "rss_mb": {name: round(mb, 1) for name, mb in self.samples[-1][1].items()},
                 "rss_mb_per_100k": {name: round(slope, 2) for name, slope in slopes.items()},

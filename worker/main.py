@@ -28,7 +28,7 @@ from ipc.sockets import Link
 from ipc.step_ring import StepRing
 from worker.grammar_calls import GrammarCalls
 from worker.kept_rows import with_kept_rows
-from worker.process_memory import release_memory
+from worker.process_memory import release_device_memory, release_memory
 from worker.profiler import OperatorProfiler, named_range, no_range
 
 if TYPE_CHECKING:
@@ -186,12 +186,9 @@ class WorkerLoop:
                ) -> tuple[ModelRunner, WorkerReady]:
         """Hold nothing but what is kept, until a WakeUp or the Hello of a new core. The pool that is made again has as
         many blocks: the core has numbered them."""
-        import torch
-
         from worker.startup import build_runner
         release_memory()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_device_memory()
         self.link.send(Slept())
         while not self.is_stopping:
             progress.waiting()

@@ -22,6 +22,17 @@ def release_memory() -> None:
     gc.freeze()
 
 
+def release_device_memory() -> None:
+    """Give back what torch keeps for later of the GPU's memory and of pinned host memory. Nothing without a GPU."""
+    import torch
+    if not torch.cuda.is_available():
+        return
+    torch.cuda.empty_cache()
+    unified = getattr(torch.accelerator, "empty_host_cache", None)
+    empty_host_cache = unified or vars(torch._C)["_host_emptyCache"]    # of CUDA builds before torch 2.12
+    empty_host_cache()
+
+
 def discard(address: int, num_bytes: int) -> None:
     """Give back the whole pages of this range, whose contents nobody needs: they read as zeros afterwards, or as the
     file that is mapped there. The allocation itself stays valid."""

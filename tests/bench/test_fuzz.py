@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections.abc import Iterator
 
 import psutil
@@ -89,3 +90,28 @@ def test_a_soak_counts_requests_memory_and_descriptors(lives_on: Served) -> None
     report = soak.report()
     assert report["requests"] >= 400 and report["failed"] == 0
     assert min(report["rss_mb"].values()) > 5 and max(report["fds_grown"].values()) <= 8
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_soak_replaces_connections_that_rested_too_long_and_counts_others_as_failures(
+        monkeypatch: pytest.MonkeyPatch, is_stale: bool) -> None:
+    """Whoever stopped the client for a minute saw a failed request for each connection."""
+    if is_stale:
+        monkeypatch.setattr("bench.soak.IDLE_CONNECTION_S", 0.0)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(3):                      # then it closes, as if the client had been silent for long
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.split(b"Content-Length: ")[1].split()[0]))
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def run() -> Soak:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            args = argparse.Namespace(requests=40, hours=1.0, clients=1, seed=1)
+            soak = Soak(server.sockets[0].getsockname()[1], {"here": os.getpid()}, args)
+            await soak.run()
+            return soak
+
+    soak = asyncio.run(run())
+    assert (soak.num_stale > 0, soak.num_failed > 0) == (is_stale, not is_stale)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 from frontend.http_server import HttpServer, bind_socket
@@ -22,6 +23,10 @@ class LiveServer:
 
     def run(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+
+    def block(self, seconds: float) -> None:
+        """Its loop does nothing for so long, from now on."""
+        self._loop.call_soon_threadsafe(time.sleep, seconds)
 
     def __enter__(self) -> LiveServer:
         self._thread.start()

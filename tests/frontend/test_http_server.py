@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from frontend import http_server
 from frontend.http_protocol import LimitedHttpProtocol
 from ipc.errors import ConfigError
 from tests.frontend.fake_llm import MODEL, FakeLLM
@@ -159,3 +160,22 @@ def test_https_with_a_certificate_and_a_bad_one_is_an_early_error(tmp_path: Path
     with pytest.raises(ConfigError, match="--ssl-certfile .* cannot be loaded"), \
             LiveServer(FakeLLM(), ssl_certfile=str(key)):
         pass
+
+
+def test_a_request_that_came_before_the_idle_time_was_noticed_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped finds both at once, and the client could not know."""
+    monkeypatch.setattr(http_server, "IDLE_CONNECTION_S", 0.2)
+    def ask(sock: socket.socket) -> None:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        data = b""
+        while not data.endswith(b"}"):
+            piece = sock.recv(4096)
+            assert piece, data
+            data += piece
+
+    with LiveServer(FakeLLM()) as server, connect(server) as sock:
+        for _ in range(3):
+            ask(sock)
+            server.block(0.4)
+        ask(sock)
+        assert read_all(sock) == b""            # nothing came: it is closed

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker.process_memory import discard, forget_code, release_memory
+from worker.process_memory import discard, forget_code, release_device_memory, release_memory
 
 
 def resident() -> int:
@@ -49,3 +49,21 @@ def test_code_that_is_forgotten_runs_again() -> None:
     forget_code()
     assert before - file_backed() > 4 << 20
     assert torch.equal(torch.linalg.svdvals(x), expected)
+
+
+@pytest.mark.parametrize("is_old_torch", [False, True])
+def test_pinned_host_memory_is_given_back_with_the_gpus(monkeypatch: pytest.MonkeyPatch, is_old_torch: bool) -> None:
+    """torch keeps freed pinned memory for later, which no other process can use then."""
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("device"))
+    if is_old_torch:
+        monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: called.append("host"), raising=False)
+    else:
+        monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: called.append("host"), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    release_device_memory()
+    assert called == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    release_device_memory()
+    assert called == ["device", "host"]
