@@ -5,6 +5,12 @@ out meanwhile is lost. When a frontend adds a request again, its token list is c
 and the blocks of the common part are published under the request's own hash chain, from where admission takes them as
 it takes any cached block. So the key's rules (salt, epoch) hold here too, and a request that nobody adds again leaves
 nothing behind. Knows no messages of frontends.
+
+Cached blocks of requests that had ended are not kept. Whether a request may find a block depends on salt and cache
+epoch, which the worker does not know and no frontend keeps of an ended request; the core would have to write the key of
+each block it fills to memory that outlives it, and to say there which of them no plan has computed yet: a second owner
+of what is cached, on the way of every step and right at whichever instruction the core is killed. What that would save
+is one prefill of each prefix after a crash.
 """
 from __future__ import annotations
 
