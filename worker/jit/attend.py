@@ -24,8 +24,9 @@ from worker.jit.attend_plan import (BEGIN, COUNT, DONE, END, FIRST, MAX_ROWS, PA
                                     SPLIT, SPLIT_QUERIES, TASK_FIELDS, TOKEN_FIELDS, pool_order)
 from worker.jit.attend_tiles import (CHUNK, GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_K_SCALES, GROUP_NEXT_K,
                                      GROUP_NEXT_V, GROUP_V, GROUP_V_SCALES, scores_rows, values_rows)
-from worker.jit.kv_codes import apply_scales
-from worker.jit.vector import (add, device, div, exp, get_f32, get_i32, get_i64, keep_between, lane_numbers, load_f32,
+from worker.jit.kv_codes import load_scales, times
+from worker.jit.lanes import exp2_below_0
+from worker.jit.vector import (add, device, div, get_f32, get_i32, get_i64, keep_between, lane_numbers, load_f32,
                                max_lanes, maximum, mul, prefetch_line, set_f32, set_i64, splat, splat_i32, store_f32,
                                sub, sum_lanes)
 
@@ -34,6 +35,7 @@ HEADER = 16                                 # floats before a row's weighted val
 Q, LD_Q, K_POOL, V_POOL, OUT, LD_OUT, OUT_Q, SIDE, LD_SIDE, K_SCALES, V_SCALES = range(8, 19)
 POOL_FIELDS = (K_POOL, V_POOL, K_SCALES, V_SCALES)   # of the tensors of a cache, in order
 _NEG_INF = float("-inf")
+_LOG2_E = 1.4426950408889634                # scores are in units of log2: 2**x takes fewer steps than e**x
 
 
 # ------------------------------------------------------------------ running softmax
@@ -55,7 +57,7 @@ def merge(total, part, ld):  # type: ignore[no-untyped-def]
     old, new = get_f32(total, 0), get_f32(part, 0)
     top = old if old > new else new
     base = _f32(0.0) if top == _f32(_NEG_INF) else top
-    keep, take = exp(splat(old - base)), exp(splat(new - base))
+    keep, take = exp2_below_0(splat(old - base)), exp2_below_0(splat(new - base))
     for i in range(HEADER * 4, ld, 64):
         store_f32(total + i, add(mul(load_f32(total + i), keep), mul(load_f32(part + i), take)))
     both = add(mul(splat(get_f32(total, 1)), keep), mul(splat(get_f32(part, 1)), take))
@@ -74,35 +76,55 @@ def finish(state, dim, out):  # type: ignore[no-untyped-def]
 
 
 @device
-def _softmax_row(scores, state, ld, scale, low, high, n0, n1, n2, n3, is_open):  # type: ignore[no-untyped-def]
-    """scores [64] -> weights in place; updates maximum and sum, rescales what is there. Keys outside low .. high, and
-    from the n-th of a group on, get weight 0; is_open: there are none."""
-    factor = splat(scale)
-    s0, s1 = mul(load_f32(scores), factor), mul(load_f32(scores + 64), factor)
-    s2, s3 = mul(load_f32(scores + 128), factor), mul(load_f32(scores + 192), factor)
-    if not is_open:
-        lanes, minus = lane_numbers(), splat(_f32(_NEG_INF))
-        s0 = keep_between(s0, lanes, splat_i32(_i32(low)), splat_i32(_i32(min(high, n0 - 1))), minus)
-        s1 = keep_between(s1, lanes, splat_i32(_i32(low - 16)), splat_i32(_i32(min(high - 16, n1 - 1))), minus)
-        s2 = keep_between(s2, lanes, splat_i32(_i32(low - 32)), splat_i32(_i32(min(high - 32, n2 - 1))), minus)
-        s3 = keep_between(s3, lanes, splat_i32(_i32(low - 48)), splat_i32(_i32(min(high - 48, n3 - 1))), minus)
-    old, new = get_f32(state, 0), max_lanes(maximum(maximum(s0, s1), maximum(s2, s3)))
-    top = old if old > new else new
-    base = splat(_f32(0.0) if top == _f32(_NEG_INF) else top)
-    s0, s1, s2, s3 = exp(sub(s0, base)), exp(sub(s1, base)), exp(sub(s2, base)), exp(sub(s3, base))
-    store_f32(scores, s0)
-    store_f32(scores + 64, s1)
-    store_f32(scores + 128, s2)
-    store_f32(scores + 192, s3)
-    added = sum_lanes(add(add(s0, s1), add(s2, s3)))
-    if top != old:
-        keep = exp(sub(splat(old), base))
-        for i in range(HEADER * 4, ld, 64):
-            store_f32(state + i, mul(load_f32(state + i), keep))
-        set_f32(state, 1, max_lanes(mul(splat(get_f32(state, 1)), keep)) + added)
+def _softmax_rows(rows, scores, states, ld, limits, chunk, groups, k_factors,  # type: ignore[no-untyped-def]
+                  v_factors, bases, keeps):
+    """scores [rows, 64] -> weights in place, times the factors of their values; updates maxima and sums and rescales
+    what is there. Keys outside a row's limits, and those that do not exist, get weight 0.
+
+    In three passes, so that no row waits for the one before and the first has no branch that nobody can predict.
+    """
+    n0, n1 = get_i64(groups, GROUP_COUNT), get_i64(groups, GROUP_FIELDS + GROUP_COUNT)
+    n2, n3 = get_i64(groups, 2 * GROUP_FIELDS + GROUP_COUNT), get_i64(groups, 3 * GROUP_FIELDS + GROUP_COUNT)
+    is_full = n0 + n1 + n2 + n3 == CHUNK
+    f0, f1, f2, f3 = k_factors
+    for m in range(rows):
+        at, state = scores + m * (CHUNK * 4), states + m * ld
+        s0, s1 = mul(load_f32(at), f0), mul(load_f32(at + 64), f1)
+        s2, s3 = mul(load_f32(at + 128), f2), mul(load_f32(at + 192), f3)
+        low, high = get_i64(limits, 2 * m) - chunk, get_i64(limits, 2 * m + 1) - chunk
+        if not (is_full and high >= CHUNK - 1 and low <= 0):
+            lanes, minus = lane_numbers(), splat(_f32(_NEG_INF))
+            s0 = keep_between(s0, lanes, splat_i32(_i32(low)), splat_i32(_i32(min(high, n0 - 1))), minus)
+            s1 = keep_between(s1, lanes, splat_i32(_i32(low - 16)), splat_i32(_i32(min(high - 16, n1 - 1))), minus)
+            s2 = keep_between(s2, lanes, splat_i32(_i32(low - 32)), splat_i32(_i32(min(high - 32, n2 - 1))), minus)
+            s3 = keep_between(s3, lanes, splat_i32(_i32(low - 48)), splat_i32(_i32(min(high - 48, n3 - 1))), minus)
+        store_f32(at, s0)
+        store_f32(at + 64, s1)
+        store_f32(at + 128, s2)
+        store_f32(at + 192, s3)
+        old, new = get_f32(state, 0), max_lanes(maximum(maximum(s0, s1), maximum(s2, s3)))
+        top = old if old > new else new
+        base = _f32(0.0) if top == _f32(_NEG_INF) else top
         set_f32(state, 0, top)
-    else:
-        set_f32(state, 1, get_f32(state, 1) + added)
+        set_f32(bases, m, base)
+        set_f32(keeps, m, old - base)
+    for m in range(0, rows, 16):
+        store_f32(keeps + 4 * m, exp2_below_0(load_f32(keeps + 4 * m)))
+    w0, w1, w2, w3 = v_factors
+    for m in range(rows):
+        at, state, base = scores + m * (CHUNK * 4), states + m * ld, splat(get_f32(bases, m))
+        s0, s1 = exp2_below_0(sub(load_f32(at), base)), exp2_below_0(sub(load_f32(at + 64), base))
+        s2, s3 = exp2_below_0(sub(load_f32(at + 128), base)), exp2_below_0(sub(load_f32(at + 192), base))
+        store_f32(at, mul(s0, w0))
+        store_f32(at + 64, mul(s1, w1))
+        store_f32(at + 128, mul(s2, w2))
+        store_f32(at + 192, mul(s3, w3))
+        keep = get_f32(keeps, m)
+        set_f32(state, 1, get_f32(state, 1) * keep + sum_lanes(add(add(s0, s1), add(s2, s3))))
+        if keep != _f32(1.0):
+            factor = splat(keep)
+            for i in range(HEADER * 4, ld, 64):
+                store_f32(state + i, mul(load_f32(state + i), factor))
 
 
 # ------------------------------------------------------------------ a unit of work
@@ -132,11 +154,12 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
     has_scales = kind != st.POOL_F32 and kind != st.POOL_BF16
 
     scratch = get_i64(step, st.SCRATCH) + thread * get_i64(step, st.SCRATCH_BYTES)
-    most = max(MAX_ROWS, group * SPLIT_QUERIES)
+    most = (max(MAX_ROWS, group * SPLIT_QUERIES) + 15) // 16 * 16
     q_tile, total, part = scratch, scratch + most * padded_dim * 4, scratch + most * (padded_dim * 4 + ld)
     scores = part + most * ld
     limits = scores + most * (CHUNK * 4)
-    groups = limits + most * 16              # as the kernels read them, then where the first head's lie: here and next
+    bases, keeps = limits + most * 16, limits + most * 20
+    groups = limits + most * 24              # as the kernels read them, then where the first head's lie: here and next
     here, ahead = groups + 4 * 8 * GROUP_FIELDS, groups + 8 * 8 * GROUP_FIELDS
     for t in range(count):
         at = position + t
@@ -164,7 +187,8 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
     index, within = first_key // padded, first_key % padded
     index, within = _locate(ahead, first_key, tile_high, index, within, table, op, first_head, kv_heads, size, padded,
                             dim * item, padded_dim * item, item)
-    fresh = True
+    one, factor = splat(_f32(1.0)), splat(_f32(scale * _LOG2_E))
+    ones, fresh = (one, one, one, one), True
     for chunk in range(first_key, last_key + 1, CHUNK):
         if fresh or chunk % SPLIT == 0:
             _clear(num_heads * rows, part, ld)
@@ -173,11 +197,6 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
             set_i64(here, i, get_i64(ahead, i))
         index, within = _locate(ahead, chunk + CHUNK, tile_high, index, within, table, op, first_head, kv_heads, size,
                                 padded, dim * item, padded_dim * item, item)
-        num_keys = 0
-        for g in range(4):
-            num_keys += get_i64(here, g * GROUP_FIELDS + GROUP_COUNT)
-        n0, n1 = get_i64(here, GROUP_COUNT), get_i64(here, GROUP_FIELDS + GROUP_COUNT)
-        n2, n3 = get_i64(here, 2 * GROUP_FIELDS + GROUP_COUNT), get_i64(here, 3 * GROUP_FIELDS + GROUP_COUNT)
         for h in range(num_heads):
             _point(groups, here, ahead, h, num_heads, dim * padded * item, padded * padded_dim * item, padded * 2)
             if has_scales:
@@ -187,14 +206,12 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
             states = part + h * rows * ld
             scores_rows(kind, rows, q_tile + h * rows * padded_dim * 4, padded_dim * 4, dim, groups, padded * item,
                         scores)
+            k_factors, v_factors = ones, ones
             if has_scales:
-                _scale(kind, rows, scores, groups + 8 * GROUP_K_SCALES)
-            for m in range(rows):
-                low, high = get_i64(limits, 2 * m) - chunk, get_i64(limits, 2 * m + 1) - chunk
-                is_open = num_keys == CHUNK and high >= CHUNK - 1 and low <= 0
-                _softmax_row(scores + m * (CHUNK * 4), states + m * ld, ld, scale, low, high, n0, n1, n2, n3, is_open)
-            if has_scales:
-                _scale(kind, rows, scores, groups + 8 * GROUP_V_SCALES)
+                k_factors = _scales(kind, groups + 8 * GROUP_K_SCALES)
+                v_factors = _scales(kind, groups + 8 * GROUP_V_SCALES)
+            _softmax_rows(rows, scores, states, ld, limits, chunk, groups, times(k_factors, factor), v_factors, bases,
+                          keeps)
             for g in range(4):
                 # Keys before the lowest window are not read: they may hold anything.
                 at, skip = groups + 8 * g * GROUP_FIELDS, max(0, tile_low - chunk - 16 * g)
@@ -231,10 +248,10 @@ def _point(groups, here, ahead, h, num_heads, k_ld, v_ld, scales_ld):  # type: i
 
 
 @device
-def _scale(kind, rows, values, field):  # type: ignore[no-untyped-def]
-    """values [rows, 64] times the scales whose addresses the four groups have in this field."""
-    apply_scales(kind, rows, CHUNK * 4, values, get_i64(field, 0), get_i64(field, GROUP_FIELDS),
-                 get_i64(field, 2 * GROUP_FIELDS), get_i64(field, 3 * GROUP_FIELDS))
+def _scales(kind, field):  # type: ignore[no-untyped-def]
+    """The scales of 64 keys, whose addresses the four groups have in this field."""
+    return load_scales(kind, get_i64(field, 0), get_i64(field, GROUP_FIELDS), get_i64(field, 2 * GROUP_FIELDS),
+                       get_i64(field, 3 * GROUP_FIELDS))
 
 
 @device

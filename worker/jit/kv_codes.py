@@ -12,8 +12,7 @@ from numba import types
 from worker.jit import step as st
 from worker.jit.vector import (add, bits_to_f32, device, div, e4m3_codes, f32_to_bits, floor, get_f32, lane_i32,
                                load_bf16, load_f32, magnitude, max_lanes_i32, maximum, maximum_i32, minimum, mul,
-                               scatter_bytes, set_u8, set_u16, splat, splat_i32, store_bytes, store_f32, to_i32,
-                               with_lane)
+                               scatter_bytes, set_u8, set_u16, splat, splat_i32, store_bytes, to_i32, with_lane)
 
 _f32, _i32 = types.float32, types.int32
 _INFINITY_BITS = 0x7F800000
@@ -78,14 +77,13 @@ def _largest_bits(x, dim):  # type: ignore[no-untyped-def]
 
 
 @device
-def apply_scales(kind, rows, row_bytes, values, s0, s1, s2, s3):  # type: ignore[no-untyped-def]
-    """values [rows, 64] *= the scales of 64 keys, given as four addresses of 16."""
+def times(vectors, factor):  # type: ignore[no-untyped-def]
+    a, b, c, d = vectors
+    return mul(a, factor), mul(b, factor), mul(c, factor), mul(d, factor)
+
+
+@device
+def load_scales(kind, s0, s1, s2, s3):  # type: ignore[no-untyped-def]
+    """The scales of 64 keys, given as four addresses of 16: four vectors."""
     factor = splat(_f32(1.0) if kind == st.POOL_INT8 else _f32(256.0))
-    f0, f1 = mul(load_bf16(s0), factor), mul(load_bf16(s1), factor)
-    f2, f3 = mul(load_bf16(s2), factor), mul(load_bf16(s3), factor)
-    for m in range(rows):
-        at = values + m * row_bytes
-        store_f32(at, mul(load_f32(at), f0))
-        store_f32(at + 64, mul(load_f32(at + 64), f1))
-        store_f32(at + 128, mul(load_f32(at + 128), f2))
-        store_f32(at + 192, mul(load_f32(at + 192), f3))
+    return times((load_bf16(s0), load_bf16(s1), load_bf16(s2), load_bf16(s3)), factor)

@@ -14,7 +14,7 @@ from worker.attention.jit_layout import LANES, padded
 from worker.jit import attend_plan as plan
 from worker.jit import step as st
 from worker.jit.attend import HEADER
-from worker.jit.attend_tiles import CHUNK
+from worker.jit.attend_tiles import CHUNK, GROUP_FIELDS
 from worker.jit.program import float_bits, new_step
 
 POOL_KINDS = {torch.float32: st.POOL_F32, torch.bfloat16: st.POOL_BF16, torch.int8: st.POOL_INT8,
@@ -30,8 +30,9 @@ class AttentionWorkspace:
         self.step[st.HEADS], self.step[st.KV_HEADS], self.step[st.HEAD_DIM] = heads, kv_heads, dim
         group, width = heads // kv_heads, padded(dim)
         self._row_floats = HEADER + width
-        rows = max(plan.MAX_ROWS, group * plan.SPLIT_QUERIES)
-        floats = rows * (width + 2 * self._row_floats + CHUNK + 4) + 256   # limits of a row: two int64; 12 groups
+        rows = padded(max(plan.MAX_ROWS, group * plan.SPLIT_QUERIES))
+        # A row's query, two states, scores, limits of two int64, base and factor; twelve groups.
+        floats = rows * (width + 2 * self._row_floats + CHUNK + 6) + 24 * GROUP_FIELDS
         self._scratch = _floats((num_threads, padded(floats)))
         self.step[st.SCRATCH], self.step[st.SCRATCH_BYTES] = self._scratch.ctypes.data, self._scratch.strides[0]
         self._tasks = np.zeros((0, plan.TASK_FIELDS), np.int64)
