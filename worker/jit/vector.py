@@ -30,7 +30,7 @@ device = njit(nogil=True, error_model="numpy")
 # A function that Python calls: compiled once per machine.
 entry = njit(nogil=True, error_model="numpy", cache=True)
 
-I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, HALF = ir.FloatType(), ir.HalfType()
 VF, VI = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
@@ -229,6 +229,19 @@ def _tree(combine: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
             value = combine(builder, low, high)
         return builder.extract_element(value, ir.Constant(I32, 0))
     return generate
+
+
+def transposed_tree(builder: Any, vectors: Sequence[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """Sixteen vectors -> one: lane n is the n-th vector's lanes, combined as a tree."""
+    width = LANES
+    while len(vectors) > 1:
+        starts = range(0, 2 * LANES, width)
+        halves = [ir.Constant(VI, [start + begin + i for start in starts for i in range(width // 2)])
+                  for begin in (0, width // 2)]
+        vectors = [combine(*(builder.shuffle_vector(x, y, half) for half in halves))
+                   for x, y in zip(vectors[::2], vectors[1::2])]
+        width //= 2
+    return vectors[0]
 
 
 sum_lanes = make(types.float32, (f32x16,), _tree(lambda b, x, y: b.fadd(x, y)))
