@@ -59,8 +59,8 @@ def test_every_form_of_the_byte_product_gives_the_same_bits(form: str, kind: int
 
     @numba.njit
     def run(x, side, w, s, m, out, other):  # type: ignore[no-untyped-def]
-        first(x, 64, side, 32, w, s, m, 2, out, 128)
-        second(x, 64, side, 32, w, s, m, 2, other, 128)
+        first(x, 64, side, 32, w, s, m, 2, w, 1024, 0, out, 128)
+        second(x, 64, side, 32, w, s, m, 2, w, 1024, 0, other, 128)
     rng = np.random.default_rng(1)
     x = rng.choice(np.array([-127, -1, 0, 5, 127], np.int8), (rows, 64))
     side = rng.standard_normal((rows, 8)).astype(np.float32)

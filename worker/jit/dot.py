@@ -22,8 +22,10 @@ from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, co
 
 TILE = 32                                   # outputs of one tile: two vectors
 BLOCK = 32                                  # k per scale
-# Blocks that weights are asked for before they are wanted: the hardware loses their streams at the ends of tiles and
-# pages. Where they are in cache already, asking costs nothing that the dots would not wait for.
+UNROLL = 4                                  # k of one step over floats; K is a multiple of BLOCK
+# Blocks, or steps over floats, that weights are asked for before they are wanted, when a tile is read for the first
+# time: the hardware loses their streams at the ends of tiles and pages. While more rows go over it, it is the next tile
+# that is asked for (worker/jit/matmul.py).
 AHEAD = 8
 # Columns of the activations' side table, one row of [4, K / 32] per activation row (worker/jit/quantize.py):
 # scale, -128 * sum, -8 * sum (int32 bits), scale * sum.
@@ -59,13 +61,14 @@ def _pairs(builder: Any, form: str, x: Any, y: Any) -> Any:
 
 
 def make_int_tile(kind: int, rows: int, form: str) -> Any:
-    """tile(x, ldx, side, ld_side, w, scales, minima, num_blocks, out, ld_out): all intp.
+    """tile(x, ldx, side, ld_side, w, scales, minima, num_blocks, soon, soon_step, soon_scales, out, ld_out): all intp.
 
     x int8, a row every ldx bytes; side as SIDE_*, a row every ld_side bytes; w the tile's packed weights (see
-    worker/linear/pack.py), scales and minima float16 [num_blocks, 32]; out float32, a row every ld_out bytes.
+    worker/linear/pack.py), scales and minima float16 [num_blocks, 32]; out float32, a row every ld_out bytes. Meanwhile
+    asks for the weights at soon, a block's bytes every soon_step, and for scales so many bytes behind those it reads.
     """
     def generate(b: Any, x: Any, ldx: Any, side: Any, ld_side: Any, w: Any, scales: Any, minima: Any, num_blocks: Any,
-                 out: Any, ld_out: Any) -> None:
+                 soon: Any, soon_step: Any, soon_scales: Any, out: Any, ld_out: Any) -> None:
         cells = [[_float_cell(b) for _ in range(2)] for _ in range(rows)]
         column = b.mul(num_blocks, constant(I64, 4))
         x_rows = [b.add(x, b.mul(ldx, constant(I64, m))) for m in range(rows)]
@@ -87,10 +90,11 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
                 start = [[first, first] for first in firsts]
             acc = start
             half_block = b.mul(k, constant(I64, 2 * TILE))
+            at_soon = b.add(soon, b.mul(k, soon_step))
             for line in range(0, weight_bytes, 64):
-                prefetch(b, offset(b, at_w, AHEAD * weight_bytes + line))
+                prefetch(b, offset(b, at_soon, line))
             for column_at in (scales, minima)[:1 + (kind == INT4_MIN)]:
-                prefetch(b, offset(b, b.add(column_at, half_block), AHEAD * 2 * TILE))
+                prefetch(b, b.add(b.add(column_at, half_block), soon_scales))
             for q in range(8):
                 weights = [_quad(b, kind, at_w, q, v) for v in range(2)]
                 for m in range(rows):
@@ -109,7 +113,7 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
                         total = fma(b, lows[v], low, total)
                     b.store(total, cells[m][v])
         _store_tile(b, cells, out, ld_out)
-    return make(types.void, (types.intp,) * 10, generate)
+    return make(types.void, (types.intp,) * 13, generate)
 
 
 def _quad(b: Any, kind: int, at_w: Any, q: int, v: int) -> Any:
@@ -127,20 +131,21 @@ def _halves(b: Any, address: Any) -> Any:
 
 
 def make_float_tile(kind: int, rows: int) -> Any:
-    """tile(x, ldx, w, num_k, out, ld_out): x float32, a row every ldx bytes; w [num_k, 32] float32 or bfloat16. One
-    chain of multiply-adds per row and output, in order of k."""
-    def generate(b: Any, x: Any, ldx: Any, w: Any, num_k: Any, out: Any, ld_out: Any) -> None:
+    """tile(x, ldx, w, num_k, soon, soon_step, out, ld_out): x float32, a row every ldx bytes; w [num_k, 32] float32 or
+    bfloat16. One chain of multiply-adds per row and output, in order of k. Meanwhile asks for the weights at soon,
+    those of UNROLL k every soon_step."""
+    def generate(b: Any, x: Any, ldx: Any, w: Any, num_k: Any, soon: Any, soon_step: Any, out: Any,
+                 ld_out: Any) -> None:
         cells = [[_float_cell(b) for _ in range(2)] for _ in range(rows)]
         x_rows = [b.add(x, b.mul(ldx, constant(I64, m))) for m in range(rows)]
         size = 4 if kind == F32_WEIGHTS else 2
-        unroll = 4                          # K is a multiple of 32
-        with cgutils.for_range(b, b.udiv(num_k, constant(I64, unroll)), intp=I64) as loop:
-            at_w = b.add(w, b.mul(loop.index, constant(I64, unroll * TILE * size)))
-            at_x = b.mul(loop.index, constant(I64, unroll * 4))
+        with cgutils.for_range(b, b.udiv(num_k, constant(I64, UNROLL)), intp=I64) as loop:
+            at_w = b.add(w, b.mul(loop.index, constant(I64, UNROLL * TILE * size)))
+            at_x, at_soon = b.mul(loop.index, constant(I64, UNROLL * 4)), b.add(soon, b.mul(loop.index, soon_step))
             totals = [[b.load(cell) for cell in row] for row in cells]
-            for line in range(0, unroll * TILE * size, 64):
-                prefetch(b, offset(b, at_w, AHEAD * unroll * TILE * size + line))
-            for u in range(unroll):
+            for line in range(0, UNROLL * TILE * size, 64):
+                prefetch(b, offset(b, at_soon, line))
+            for u in range(UNROLL):
                 weights = []
                 for v in range(2):
                     address = offset(b, at_w, (u * TILE + v * LANES) * size)
@@ -152,7 +157,7 @@ def make_float_tile(kind: int, rows: int) -> Any:
                 for v in range(2):
                     b.store(totals[m][v], cells[m][v])
         _store_tile(b, cells, out, ld_out)
-    return make(types.void, (types.intp,) * 6, generate)
+    return make(types.void, (types.intp,) * 8, generate)
 
 
 def _float_cell(b: Any) -> Any:

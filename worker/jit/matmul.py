@@ -5,23 +5,67 @@ once); at many rows by tiles, and rows are cut too when there are fewer tiles th
 """
 from __future__ import annotations
 
-from worker.jit.dot import BF16_WEIGHTS, F32_WEIGHTS, INT4, INT4_MIN, INT8, TILE, float_tiles, int_tiles
+from collections.abc import Callable
+from typing import Any, cast
+
+from numba import types
+
+from worker.jit.dot import (AHEAD, BF16_WEIGHTS, F32_WEIGHTS, INT4, INT4_MIN, INT8, TILE, UNROLL, float_tiles,
+                            int_tiles)
 from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
 
 KIND, X, LDX, SIDE, LD_SIDE, W, SCALES, MINIMA, NUM_K, NUM_TILES, TILE_BYTES, OUT, LD_OUT, BIAS = range(8, 22)
 # TILE_ROWS: most rows of a tile for steps of up to 8, 32, 128 and more rows, eight bits each (worker/linear/table.py).
-TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, ROW_UNITS, MOST = range(22, 27)
+TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, ROW_UNITS, MOST, TILES_AHEAD = range(22, 28)
 _UNIT_BYTES = 64 << 10                      # of weights: long enough for the hardware to see a stream
 _UNITS_PER_THREAD = 6
 _ROW_STEP = 12                              # whole tiles of every kind
 
-_i8, _i4, _i4m = int_tiles(INT8), int_tiles(INT4), int_tiles(INT4_MIN)
-_f, _b = float_tiles(F32_WEIGHTS), float_tiles(BF16_WEIGHTS)
-_i8_1, _i8_2, _i8_3, _i8_4, _i8_6 = _i8[1], _i8[2], _i8[3], _i8[4], _i8[6]
-_i4_1, _i4_2, _i4_3, _i4_4, _i4_6 = _i4[1], _i4[2], _i4[3], _i4[4], _i4[6]
-_i4m_1, _i4m_2, _i4m_3, _i4m_4, _i4m_6 = _i4m[1], _i4m[2], _i4m[3], _i4m[4], _i4m[6]
-_f_1, _f_2, _f_4, _f_8, _f_12 = _f[1], _f[2], _f[4], _f[8], _f[12]
-_b_1, _b_2, _b_4, _b_8, _b_12 = _b[1], _b[2], _b[4], _b[8], _b[12]
+
+
+def _int_rows(kind: int) -> Callable[..., Any]:
+    """A tile over `rows` rows, one of the numbers that _int_tile_rows takes."""
+    tiles = int_tiles(kind)
+    one, two, three, four, six = (tiles[rows] for rows in (1, 2, 3, 4, 6))
+
+    @device
+    def run(rows, x, ldx, side, lds, w, s, mn, blocks, soon, soon_step, soon_scales,  # type: ignore[no-untyped-def]
+            out, ldo):
+        if rows == 6:
+            six(x, ldx, side, lds, w, s, mn, blocks, soon, soon_step, soon_scales, out, ldo)
+        elif rows == 4:
+            four(x, ldx, side, lds, w, s, mn, blocks, soon, soon_step, soon_scales, out, ldo)
+        elif rows == 3:
+            three(x, ldx, side, lds, w, s, mn, blocks, soon, soon_step, soon_scales, out, ldo)
+        elif rows == 2:
+            two(x, ldx, side, lds, w, s, mn, blocks, soon, soon_step, soon_scales, out, ldo)
+        else:
+            one(x, ldx, side, lds, w, s, mn, blocks, soon, soon_step, soon_scales, out, ldo)
+    return cast(Callable[..., Any], run)
+
+
+def _float_rows(kind: int) -> Callable[..., Any]:
+    """A tile over `rows` rows, one of the numbers that _float_tile_rows takes."""
+    tiles = float_tiles(kind)
+    one, two, four, eight, twelve = (tiles[rows] for rows in (1, 2, 4, 8, 12))
+
+    @device
+    def run(rows, x, ldx, w, num_k, soon, soon_step, out, ldo):  # type: ignore[no-untyped-def]
+        if rows == 12:
+            twelve(x, ldx, w, num_k, soon, soon_step, out, ldo)
+        elif rows == 8:
+            eight(x, ldx, w, num_k, soon, soon_step, out, ldo)
+        elif rows == 4:
+            four(x, ldx, w, num_k, soon, soon_step, out, ldo)
+        elif rows == 2:
+            two(x, ldx, w, num_k, soon, soon_step, out, ldo)
+        else:
+            one(x, ldx, w, num_k, soon, soon_step, out, ldo)
+    return cast(Callable[..., Any], run)
+
+
+_int8_rows, _int4_rows, _int4_min_rows = (_int_rows(kind) for kind in (INT8, INT4, INT4_MIN))
+_f32_rows, _bf16_rows = _float_rows(F32_WEIGHTS), _float_rows(BF16_WEIGHTS)
 
 
 @device
@@ -45,6 +89,7 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
     set_i64(op, TILES_PER_UNIT, per_unit)
     set_i64(op, ROWS_PER_UNIT, rows)
     set_i64(op, ROW_UNITS, row_units)
+    set_i64(op, TILES_AHEAD, per_unit * num_threads if row_units == 1 else 1)
     return (tiles + per_unit - 1) // per_unit * row_units
 
 
@@ -56,10 +101,13 @@ def matmul_unit(op, unit, num_rows):  # type: ignore[no-untyped-def]
     last_row = min(first_row + rows, num_rows)
     bias = get_i64(op, BIAS)
     for tile in range(first_tile, last_tile):
+        next_tile = tile + 1
+        if next_tile == last_tile:              # what this thread takes next, probably
+            next_tile = min(first_tile + get_i64(op, TILES_AHEAD), get_i64(op, NUM_TILES) - 1)
         if get_i64(op, KIND) <= BF16_WEIGHTS:
-            _float_tile_rows(op, tile, first_row, last_row)
+            _float_tile_rows(op, tile, next_tile, first_row, last_row)
         else:
-            _int_tile_rows(op, tile, first_row, last_row)
+            _int_tile_rows(op, tile, next_tile, first_row, last_row)
         if bias != 0:
             at = bias + tile * (4 * TILE)
             for m in range(first_row, last_row):
@@ -69,90 +117,69 @@ def matmul_unit(op, unit, num_rows):  # type: ignore[no-untyped-def]
 
 
 @device
-def _int_tile_rows(op, tile, m, last):  # type: ignore[no-untyped-def]
-    kind, num_blocks = get_i64(op, KIND), get_i64(op, NUM_K) // 32
+def _step_of_next(tile_bytes, steps, passes):  # type: ignore[no-untyped-def]
+    """Bytes of the next tile that each of a tile's steps asks for, so that all passes but the first fetch all of it; a
+    whole number of lines."""
+    return (tile_bytes // (max(1, passes - 1) * steps) + 63) // 64 * 64
+
+
+@device
+def _int_tile_rows(op, tile, next_tile, m, last):  # type: ignore[no-untyped-def]
+    """The first rows that go over a tile fetch it; the others share the fetching of the next one."""
+    kind, blocks = get_i64(op, KIND), get_i64(op, NUM_K) // 32
     x, ldx, side, lds = get_i64(op, X), get_i64(op, LDX), get_i64(op, SIDE), get_i64(op, LD_SIDE)
-    w = get_i64(op, W) + tile * get_i64(op, TILE_BYTES)
-    s = get_i64(op, SCALES) + tile * num_blocks * (2 * TILE)
-    mn = get_i64(op, MINIMA) + tile * num_blocks * (2 * TILE)
+    tile_bytes, most = get_i64(op, TILE_BYTES), get_i64(op, MOST)
+    w = get_i64(op, W) + tile * tile_bytes
+    s = get_i64(op, SCALES) + tile * blocks * (2 * TILE)
+    mn = get_i64(op, MINIMA) + tile * blocks * (2 * TILE)
     out, ldo = get_i64(op, OUT) + tile * (4 * TILE), get_i64(op, LD_OUT)
-    most = get_i64(op, MOST)
+    soon_step, soon_scales = tile_bytes // blocks, AHEAD * (2 * TILE)
+    soon, distance, fetched = w + AHEAD * soon_step, next_tile - tile, types.int64(0)
+    next_step = _step_of_next(tile_bytes, blocks, (last - m + most - 1) // most)
     while m < last:
         left = last - m
         xm, sm, om = x + m * ldx, side + m * lds, out + m * ldo
         # 5 = 3 + 2, 7 = 4 + 3 and 8 = 4 + 4 rows: no single rows, which cost as much weight decoding as six.
         if most >= 6 and (left == 6 or left > 8):
-            step = 6
+            rows = 6
         elif most >= 4 and (left == 4 or left > 5):
-            step = 4
+            rows = 4
         else:
-            step = 3 if left == 3 or left >= 5 else min(left, 2)
+            rows = 3 if left == 3 or left >= 5 else min(left, 2)
         if kind == INT8:
-            if step == 6:
-                _i8_6(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            elif step == 4:
-                _i8_4(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            elif step == 3:
-                _i8_3(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            elif step == 2:
-                _i8_2(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            else:
-                _i8_1(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
+            _int8_rows(rows, xm, ldx, sm, lds, w, s, mn, blocks, soon, soon_step, soon_scales, om, ldo)
         elif kind == INT4:
-            if step == 6:
-                _i4_6(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            elif step == 4:
-                _i4_4(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            elif step == 3:
-                _i4_3(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            elif step == 2:
-                _i4_2(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            else:
-                _i4_1(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
+            _int4_rows(rows, xm, ldx, sm, lds, w, s, mn, blocks, soon, soon_step, soon_scales, om, ldo)
         else:
-            if step == 6:
-                _i4m_6(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            elif step == 4:
-                _i4m_4(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            elif step == 3:
-                _i4m_3(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            elif step == 2:
-                _i4m_2(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-            else:
-                _i4m_1(xm, ldx, sm, lds, w, s, mn, num_blocks, om, ldo)
-        m += step
+            _int4_min_rows(rows, xm, ldx, sm, lds, w, s, mn, blocks, soon, soon_step, soon_scales, om, ldo)
+        m += rows
+        soon, soon_step, soon_scales = w, types.int64(0), types.int64(0)
+        if distance > 0 and fetched < tile_bytes:
+            soon, soon_step = w + distance * tile_bytes + fetched, next_step
+            soon_scales = distance * blocks * (2 * TILE)
+            fetched += blocks * next_step
 
 
 @device
-def _float_tile_rows(op, tile, m, last):  # type: ignore[no-untyped-def]
-    num_k = get_i64(op, NUM_K)
+def _float_tile_rows(op, tile, next_tile, m, last):  # type: ignore[no-untyped-def]
+    """As _int_tile_rows."""
+    num_k, tile_bytes, most = get_i64(op, NUM_K), get_i64(op, TILE_BYTES), get_i64(op, MOST)
     x, ldx = get_i64(op, X), get_i64(op, LDX)
-    w = get_i64(op, W) + tile * get_i64(op, TILE_BYTES)
+    w = get_i64(op, W) + tile * tile_bytes
     out, ldo = get_i64(op, OUT) + tile * (4 * TILE), get_i64(op, LD_OUT)
-    is_f32, most = get_i64(op, KIND) == F32_WEIGHTS, get_i64(op, MOST)
+    is_f32, steps = get_i64(op, KIND) == F32_WEIGHTS, num_k // UNROLL
+    soon_step = tile_bytes // steps
+    soon, distance, fetched = w + AHEAD * soon_step, next_tile - tile, types.int64(0)
+    next_step = _step_of_next(tile_bytes, steps, (last - m + most - 1) // most)
     while m < last:
         left = min(last - m, most)
-        xm, om = x + m * ldx, out + m * ldo
-        step = 12 if left >= 12 else 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+        rows = 12 if left >= 12 else 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
         if is_f32:
-            if step == 12:
-                _f_12(xm, ldx, w, num_k, om, ldo)
-            elif step == 8:
-                _f_8(xm, ldx, w, num_k, om, ldo)
-            elif step == 4:
-                _f_4(xm, ldx, w, num_k, om, ldo)
-            elif step == 2:
-                _f_2(xm, ldx, w, num_k, om, ldo)
-            else:
-                _f_1(xm, ldx, w, num_k, om, ldo)
-        elif step == 12:
-            _b_12(xm, ldx, w, num_k, om, ldo)
-        elif step == 8:
-            _b_8(xm, ldx, w, num_k, om, ldo)
-        elif step == 4:
-            _b_4(xm, ldx, w, num_k, om, ldo)
-        elif step == 2:
-            _b_2(xm, ldx, w, num_k, om, ldo)
+            _f32_rows(rows, x + m * ldx, ldx, w, num_k, soon, soon_step, out + m * ldo, ldo)
         else:
-            _b_1(xm, ldx, w, num_k, om, ldo)
-        m += step
+            _bf16_rows(rows, x + m * ldx, ldx, w, num_k, soon, soon_step, out + m * ldo, ldo)
+        m += rows
+        soon, soon_step = w, types.int64(0)
+        if distance > 0 and fetched < tile_bytes:
+            soon, soon_step = w + distance * tile_bytes + fetched, next_step
+            fetched += steps * next_step
