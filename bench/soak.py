@@ -107,20 +107,20 @@ class Soak:
         rng = random.Random(self.args.seed * 1000 + number)
         while not self.is_over:
             connection = await asyncio.open_connection("127.0.0.1", self.port)
-            rested_since = time.monotonic()
+            sent = time.monotonic()
             try:
                 for _ in range(rng.randint(50, 500)):
                     path, body = make_body(rng)
+                    before, sent = sent, time.monotonic()
                     try:
                         is_kept = not self.is_over and await self._one(rng, path, body, *connection)
                     except (OSError, asyncio.IncompleteReadError):
-                        if time.monotonic() - rested_since < IDLE_CONNECTION_S:
+                        if sent - before < IDLE_CONNECTION_S:       # it cannot have rested for so long
                             raise
                         self.num_stale += 1
                         await _close(connection[1])
                         connection = await asyncio.open_connection("127.0.0.1", self.port)
                         is_kept = await self._one(rng, path, body, *connection)
-                    rested_since = time.monotonic()
                     if not is_kept:
                         break
             except (OSError, asyncio.IncompleteReadError) as error:
