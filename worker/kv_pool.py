@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ipc.capacity import flag_size, size_text
 from ipc.errors import ConfigError
 from worker.attention.base import AttentionBackend, resolve_slots
 from worker.kv_quant import SCALE_DTYPE, is_quantized, quantize
@@ -310,6 +311,15 @@ def cpu_num_blocks(
     if kv_cache_memory is None and max_useful_blocks is not None and num_blocks > max_useful_blocks:
         num_blocks, why = max_useful_blocks, f"{why}, capped at what all seats can use"
     return num_blocks, f"{num_blocks} blocks of {bytes_per_block / 1024:.0f} KiB: {why}"
+
+
+def check_host_memory(kv_cache_memory: int) -> None:
+    """A pool in host memory takes it as it is used: one that is too large would end the process only then. Raises
+    ConfigError with what fits."""
+    free, source = free_memory()
+    if kv_cache_memory > free:
+        raise ConfigError(f"--kv-cache-memory is {size_text(kv_cache_memory)}, and {size_text(free)} are free "
+                          f"({source}); the most that fits: --kv-cache-memory {flag_size(free * 9 // 10)}")
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:

@@ -20,8 +20,8 @@ from worker.batch import BatchBuilder
 from worker.decode_graphs import resolve_mode
 from worker.jit import build, compiler
 from worker.jit.upgrade import Upgrade, reason_to_wait
-from worker.kv_pool import (RESERVED_BLOCKS, KVPool, cpu_num_blocks, free_memory, kv_bytes_per_block,
-                            measure_block_swap_ns, profile_num_blocks)
+from worker.kv_pool import (RESERVED_BLOCKS, KVPool, check_host_memory, cpu_num_blocks, free_memory,
+                            kv_bytes_per_block, measure_block_swap_ns, profile_num_blocks)
 from worker.kv_quant import FP8_CAPABILITY, resolve_kv_dtype
 from worker.model_runner import ModelRunner
 from worker.models.flat_model import FlatModel
@@ -266,6 +266,8 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
         del step                                # and its pool
         num_blocks = min(num_blocks, useful)
     else:
+        if device == "cpu" and cache.kv_cache_memory is not None:
+            check_host_memory(cache.kv_cache_memory)
         try:
             num_blocks, text = cpu_num_blocks(block_bytes, kv_cache_memory=cache.kv_cache_memory,
                                               share=cache.cpu_memory_share, max_useful_blocks=useful)

@@ -215,6 +215,14 @@ def test_memory_too_small_for_a_block_is_refused_with_the_need() -> None:
         kv_pool.cpu_num_blocks(1 << 20, kv_cache_memory=2 << 20)
 
 
+def test_more_memory_than_is_free_is_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 GiB were accepted on a machine with 20: the pool takes its memory as it is used."""
+    monkeypatch.setattr(kv_pool, "free_memory", lambda: (400 << 20, "host"))
+    kv_pool.check_host_memory(400 << 20)
+    with pytest.raises(ConfigError, match=r"is 401 MiB, and 400 MiB are free \(host\); .* --kv-cache-memory 360MiB"):
+        kv_pool.check_host_memory(401 << 20)
+
+
 def test_a_share_of_free_memory_is_taken_up_to_what_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pool, "free_memory", lambda: (400 << 20, "host"))
     assert kv_pool.cpu_num_blocks(1 << 20, share=0.25) == (98, "98 blocks of 1024 KiB: 25% of 400 MiB free (host)")
