@@ -212,13 +212,8 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
                 v_factors = _scales(kind, groups + 8 * GROUP_V_SCALES)
             _softmax_rows(rows, scores, states, ld, limits, chunk, groups, times(k_factors, factor), v_factors, bases,
                           keeps)
-            for g in range(4):
-                # Keys before the lowest window are not read: they may hold anything.
-                at, skip = groups + 8 * g * GROUP_FIELDS, max(0, tile_low - chunk - 16 * g)
-                if skip < get_i64(at, GROUP_COUNT):
-                    values_rows(kind, rows, scores + (16 * g + skip) * 4,
-                                get_i64(at, GROUP_V) + skip * padded_dim * item, get_i64(at, GROUP_NEXT_V), padded_dim,
-                                get_i64(at, GROUP_COUNT) - skip, states + HEADER * 4, ld)
+            # Values before the lowest window are not read: they may hold anything.
+            values_rows(kind, rows, scores, groups, max(0, tile_low - chunk), padded_dim, states + HEADER * 4, ld)
         if (chunk + CHUNK) % SPLIT == 0 or chunk + CHUNK > last_key:
             for h in range(num_heads):
                 for m in range(rows):

@@ -66,9 +66,10 @@ def make_scores(kind: int, rows: int) -> Any:
 
 
 def make_values(kind: int, rows: int, vectors: int) -> Any:
-    """values(p, ld_p, v, next_v, ld_v, count, acc, ld_acc): acc[row] += sum over count keys of p[row, key] * v[key],
-    for `vectors` vectors of dimensions. next_v: values that are wanted soon."""
-    def generate(b: Any, p: Any, ld_p: Any, v: Any, next_v: Any, ld_v: Any, count: Any, acc: Any,
+    """values(p, ld_p, groups, first, column, ld_v, acc, ld_acc): acc[row] += sum over the keys of four groups, from the
+    first-th on, of p[row, key] * v[key], for `vectors` vectors of dimensions from byte `column` of a value on. With few
+    rows the values that are wanted soon are asked for."""
+    def generate(b: Any, p: Any, ld_p: Any, groups: Any, first: Any, column: Any, ld_v: Any, acc: Any,
                  ld_acc: Any) -> None:
         rows_at = [b.add(acc, b.mul(ld_acc, constant(I64, m))) for m in range(rows)]
         cells = [[cgutils.alloca_once(b, VF) for _ in range(vectors)] for _ in range(rows)]
@@ -76,16 +77,24 @@ def make_values(kind: int, rows: int, vectors: int) -> Any:
             for i in range(vectors):
                 b.store(read(b, offset(b, rows_at[m], 64 * i), VF, 4), cells[m][i])
         size = LANES * ITEM_BYTES[kind]
-        with cgutils.for_range(b, count, intp=I64) as loop:
-            at_v, at_p = b.mul(loop.index, ld_v), b.mul(loop.index, constant(I64, 4))
-            parts = [_read_pool(b, kind, offset(b, b.add(v, at_v), size * i)) for i in range(vectors)]
-            if rows <= FEW_ROWS:
-                for i in range(0, size * vectors, 64):
-                    prefetch(b, offset(b, b.add(next_v, at_v), i))
-            for m in range(rows):
-                weight = spread(b, read(b, b.add(b.add(p, b.mul(ld_p, constant(I64, m))), at_p), F32, 4), VF)
-                for i in range(vectors):
-                    b.store(fma(b, parts[i], weight, b.load(cells[m][i])), cells[m][i])
+        with cgutils.for_range(b, I64(4), intp=I64) as outer:
+            group = b.add(groups, b.mul(outer.index, constant(I64, 8 * GROUP_FIELDS)))
+            v, next_v = (b.add(read(b, offset(b, group, 8 * field), I64, 8), column)
+                         for field in (GROUP_V, GROUP_NEXT_V))
+            skip = b.sub(first, b.mul(outer.index, constant(I64, LANES)))
+            skip = b.select(b.icmp_signed(">", skip, I64(0)), skip, I64(0))
+            at_group = b.mul(outer.index, constant(I64, 4 * LANES))
+            count = read(b, offset(b, group, 8 * GROUP_COUNT), I64, 8)
+            with cgutils.for_range_slice(b, skip, count, I64(1), intp=I64) as (key, _):
+                at_v, at_p = b.mul(key, ld_v), b.add(at_group, b.mul(key, constant(I64, 4)))
+                parts = [_read_pool(b, kind, offset(b, b.add(v, at_v), size * i)) for i in range(vectors)]
+                if rows <= FEW_ROWS:
+                    for i in range(0, size * vectors, 64):
+                        prefetch(b, offset(b, b.add(next_v, at_v), i))
+                for m in range(rows):
+                    weight = spread(b, read(b, b.add(b.add(p, b.mul(ld_p, constant(I64, m))), at_p), F32, 4), VF)
+                    for i in range(vectors):
+                        b.store(fma(b, parts[i], weight, b.load(cells[m][i])), cells[m][i])
         for m in range(rows):
             for i in range(vectors):
                 write(b, offset(b, rows_at[m], 64 * i), b.load(cells[m][i]), 4)
@@ -124,25 +133,24 @@ def _values_of(kind: int) -> Function:
     narrow, item = make_values(kind, 1, 1), ITEM_BYTES[kind]
 
     @device
-    def run(rows, p, v, next_v, dim, count, acc, ld_acc):  # type: ignore[no-untyped-def]
+    def run(rows, p, groups, first, dim, acc, ld_acc):  # type: ignore[no-untyped-def]
         ldp, ld_v, column = CHUNK * 4, dim * item, 0
         while column < dim:
-            wide = dim - column >= 64
-            at_v, soon, m = v + column * item, next_v + column * item, 0
+            wide, m = dim - column >= 64, 0
             while m < rows:
                 left = rows - m
                 n = 1 if not wide else 6 if left >= 6 else 3 if left >= 3 else left
                 at, to = p + m * ldp, acc + m * ld_acc + column * 4
                 if not wide:
-                    narrow(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                    narrow(at, ldp, groups, first, column * item, ld_v, to, ld_acc)
                 elif n == 6:
-                    six(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                    six(at, ldp, groups, first, column * item, ld_v, to, ld_acc)
                 elif n == 3:
-                    three(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                    three(at, ldp, groups, first, column * item, ld_v, to, ld_acc)
                 elif n == 2:
-                    two(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                    two(at, ldp, groups, first, column * item, ld_v, to, ld_acc)
                 else:
-                    one(at, ldp, at_v, soon, ld_v, count, to, ld_acc)
+                    one(at, ldp, groups, first, column * item, ld_v, to, ld_acc)
                 m += n
             column += 64 if wide else 16
     return cast(Function, run)
@@ -165,13 +173,13 @@ def scores_rows(kind, rows, q, ld_q, dim, groups, ld_k, out):  # type: ignore[no
 
 
 @device
-def values_rows(kind, rows, p, v, next_v, dim, count, acc, ld_acc):  # type: ignore[no-untyped-def]
+def values_rows(kind, rows, p, groups, first, dim, acc, ld_acc):  # type: ignore[no-untyped-def]
     """dim here is D', a multiple of 16."""
     if kind == st.POOL_F32:
-        _values_f32(rows, p, v, next_v, dim, count, acc, ld_acc)
+        _values_f32(rows, p, groups, first, dim, acc, ld_acc)
     elif kind == st.POOL_BF16:
-        _values_bf16(rows, p, v, next_v, dim, count, acc, ld_acc)
+        _values_bf16(rows, p, groups, first, dim, acc, ld_acc)
     elif kind == st.POOL_INT8:
-        _values_int8(rows, p, v, next_v, dim, count, acc, ld_acc)
+        _values_int8(rows, p, groups, first, dim, acc, ld_acc)
     else:
-        _values_fp8(rows, p, v, next_v, dim, count, acc, ld_acc)
+        _values_fp8(rows, p, groups, first, dim, acc, ld_acc)
