@@ -6,14 +6,14 @@ with one KV head or with all of them (attend_plan.py). The G query heads of a KV
     scores [rows, 64] = q [rows, D] x K^T, 64 keys at a time: four groups of 16 keys, one vector each, because the pool
                         stores a block's keys transposed; no sums across lanes
                         (of int8 and e4m3 pools: codes; the scores then take the scales, kv_codes.py)
-    online softmax    over 64 keys; after each SPLIT keys the running (maximum, sum, weighted values) of the split is
-                        merged into the row's total
+    online softmax    over 64 keys (attend_softmax.py); after each SPLIT keys the running state of the split is merged
+                        into the row's total
 
 Chunks and splits begin at fixed positions, and every row takes the same float steps whether its split was computed by
 the same unit or another: a row's result does not depend on the batch, on chunking or on the number of threads. Keys
 that no row may see are masked by selection and their values are not read, so a NaN there cannot leak.
 Keys are counted in *pool order*: position p is v = p // S * S' + p % S with S' the block size rounded up to 16.
-Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2023 (splits).
+Source: Dao et al. 2023 (splits).
 """
 from __future__ import annotations
 
@@ -22,112 +22,16 @@ from numba import types
 from worker.jit import step as st
 from worker.jit.attend_plan import (BEGIN, COUNT, DONE, END, FIRST, MAX_ROWS, PADDING, PARTIAL, POSITION, REQUEST,
                                     SPLIT, SPLIT_QUERIES, TASK_FIELDS, TOKEN_FIELDS, pool_order)
-from worker.jit.attend_tiles import (CHUNK, GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_K_SCALES, GROUP_NEXT_K,
-                                     GROUP_NEXT_V, GROUP_V, GROUP_V_SCALES, scores_rows, values_rows)
+from worker.jit.attend_softmax import CHUNK, HEADER, LOG2_E, clear, finish, merge, rescale, take_scores, weigh
+from worker.jit.attend_tiles import (GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_K_SCALES, GROUP_NEXT_K, GROUP_NEXT_V,
+                                     GROUP_V, GROUP_V_SCALES, scores_rows, values_rows)
 from worker.jit.kv_codes import load_scales, times
-from worker.jit.lanes import exp2_below_0
-from worker.jit.vector import (add, device, div, get_f32, get_i32, get_i64, keep_between, lane_numbers, load_f32,
-                               max_lanes, maximum, mul, prefetch_line, set_f32, set_i64, splat, splat_i32, store_f32,
-                               sub, sum_lanes)
+from worker.jit.vector import (device, get_f32, get_i32, get_i64, load_f32, prefetch_line, set_f32, set_i64, splat,
+                               store_f32)
 
-_f32, _i32 = types.float32, types.int32
-HEADER = 16                                 # floats before a row's weighted values: maximum, sum
+_f32 = types.float32
 Q, LD_Q, K_POOL, V_POOL, OUT, LD_OUT, OUT_Q, SIDE, LD_SIDE, K_SCALES, V_SCALES = range(8, 19)
 POOL_FIELDS = (K_POOL, V_POOL, K_SCALES, V_SCALES)   # of the tensors of a cache, in order
-_NEG_INF = float("-inf")
-_LOG2_E = 1.4426950408889634                # scores are in units of log2: 2**x takes fewer steps than e**x
-
-
-# ------------------------------------------------------------------ running softmax
-
-
-@device
-def _clear(rows, state, ld):  # type: ignore[no-untyped-def]
-    zero = splat(_f32(0.0))
-    for m in range(rows):
-        at = state + m * ld
-        for i in range(0, ld, 64):
-            store_f32(at + i, zero)
-        set_f32(at, 0, _f32(_NEG_INF))
-
-
-@device
-def merge(total, part, ld):  # type: ignore[no-untyped-def]
-    """Fold one row's split into its total. Both may be empty (maximum -inf)."""
-    old, new = get_f32(total, 0), get_f32(part, 0)
-    top = old if old > new else new
-    base = _f32(0.0) if top == _f32(_NEG_INF) else top
-    keep, take = exp2_below_0(splat(old - base)), exp2_below_0(splat(new - base))
-    for i in range(HEADER * 4, ld, 64):
-        store_f32(total + i, add(mul(load_f32(total + i), keep), mul(load_f32(part + i), take)))
-    both = add(mul(splat(get_f32(total, 1)), keep), mul(splat(get_f32(part, 1)), take))
-    set_f32(total, 1, max_lanes(both))
-    set_f32(total, 0, top)
-
-
-@device
-def finish(state, dim, out):  # type: ignore[no-untyped-def]
-    """out [dim] = weighted values / sum."""
-    divisor, whole = splat(get_f32(state, 1)), dim // 16 * 16
-    for i in range(0, whole * 4, 64):
-        store_f32(out + i, div(load_f32(state + HEADER * 4 + i), divisor))
-    for i in range(whole, dim):
-        set_f32(out, i, get_f32(state, HEADER + i) / get_f32(state, 1))
-
-
-@device
-def _softmax_rows(rows, scores, states, ld, limits, chunk, groups, k_factors,  # type: ignore[no-untyped-def]
-                  v_factors, bases, keeps):
-    """scores [rows, 64] -> weights in place, times the factors of their values; updates maxima and sums and rescales
-    what is there. Keys outside a row's limits, and those that do not exist, get weight 0.
-
-    In three passes, so that no row waits for the one before and the first has no branch that nobody can predict.
-    """
-    n0, n1 = get_i64(groups, GROUP_COUNT), get_i64(groups, GROUP_FIELDS + GROUP_COUNT)
-    n2, n3 = get_i64(groups, 2 * GROUP_FIELDS + GROUP_COUNT), get_i64(groups, 3 * GROUP_FIELDS + GROUP_COUNT)
-    is_full = n0 + n1 + n2 + n3 == CHUNK
-    f0, f1, f2, f3 = k_factors
-    for m in range(rows):
-        at, state = scores + m * (CHUNK * 4), states + m * ld
-        s0, s1 = mul(load_f32(at), f0), mul(load_f32(at + 64), f1)
-        s2, s3 = mul(load_f32(at + 128), f2), mul(load_f32(at + 192), f3)
-        low, high = get_i64(limits, 2 * m) - chunk, get_i64(limits, 2 * m + 1) - chunk
-        if not (is_full and high >= CHUNK - 1 and low <= 0):
-            lanes, minus = lane_numbers(), splat(_f32(_NEG_INF))
-            s0 = keep_between(s0, lanes, splat_i32(_i32(low)), splat_i32(_i32(min(high, n0 - 1))), minus)
-            s1 = keep_between(s1, lanes, splat_i32(_i32(low - 16)), splat_i32(_i32(min(high - 16, n1 - 1))), minus)
-            s2 = keep_between(s2, lanes, splat_i32(_i32(low - 32)), splat_i32(_i32(min(high - 32, n2 - 1))), minus)
-            s3 = keep_between(s3, lanes, splat_i32(_i32(low - 48)), splat_i32(_i32(min(high - 48, n3 - 1))), minus)
-        store_f32(at, s0)
-        store_f32(at + 64, s1)
-        store_f32(at + 128, s2)
-        store_f32(at + 192, s3)
-        old, new = get_f32(state, 0), max_lanes(maximum(maximum(s0, s1), maximum(s2, s3)))
-        top = old if old > new else new
-        base = _f32(0.0) if top == _f32(_NEG_INF) else top
-        set_f32(state, 0, top)
-        set_f32(bases, m, base)
-        set_f32(keeps, m, old - base)
-    for m in range(0, rows, 16):
-        store_f32(keeps + 4 * m, exp2_below_0(load_f32(keeps + 4 * m)))
-    w0, w1, w2, w3 = v_factors
-    for m in range(rows):
-        at, state, base = scores + m * (CHUNK * 4), states + m * ld, splat(get_f32(bases, m))
-        s0, s1 = exp2_below_0(sub(load_f32(at), base)), exp2_below_0(sub(load_f32(at + 64), base))
-        s2, s3 = exp2_below_0(sub(load_f32(at + 128), base)), exp2_below_0(sub(load_f32(at + 192), base))
-        store_f32(at, mul(s0, w0))
-        store_f32(at + 64, mul(s1, w1))
-        store_f32(at + 128, mul(s2, w2))
-        store_f32(at + 192, mul(s3, w3))
-        keep = get_f32(keeps, m)
-        set_f32(state, 1, get_f32(state, 1) * keep + sum_lanes(add(add(s0, s1), add(s2, s3))))
-        if keep != _f32(1.0):
-            factor = splat(keep)
-            for i in range(HEADER * 4, ld, 64):
-                store_f32(state + i, mul(load_f32(state + i), factor))
-
-
-# ------------------------------------------------------------------ a unit of work
 
 
 @device
@@ -159,8 +63,8 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
     scores = part + most * ld
     limits = scores + most * (CHUNK * 4)
     bases, keeps = limits + most * 16, limits + most * 20
-    groups = limits + most * 24              # as the kernels read them, then where the first head's lie: here and next
-    here, ahead = groups + 4 * 8 * GROUP_FIELDS, groups + 8 * 8 * GROUP_FIELDS
+    here = limits + most * 24                # groups: the first head's, here and next, and every head's
+    ahead, groups = here + 4 * 8 * GROUP_FIELDS, here + 8 * 8 * GROUP_FIELDS
     for t in range(count):
         at = position + t
         high = pool_order(at, size, padded)
@@ -180,40 +84,41 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
         total_ld = group * SPLIT_QUERIES * ld
         total = get_i64(step, st.PARTIALS) + (partial * kv_heads + first_head) * total_ld
     for h in range(num_heads):
-        _clear(rows, total + h * total_ld, ld)
+        clear(rows, total + h * total_ld, ld)
     first_key = max(get_i64(task, BEGIN) * SPLIT, tile_low // CHUNK * CHUNK)
     last_key = min(get_i64(task, END) * SPLIT - 1, tile_high)
     # Walks the groups of 16 keys, one chunk ahead: which block of the table, and where in it.
     index, within = first_key // padded, first_key % padded
     index, within = _locate(ahead, first_key, tile_high, index, within, table, op, first_head, kv_heads, size, padded,
                             dim * item, padded_dim * item, item)
-    one, factor = splat(_f32(1.0)), splat(_f32(scale * _LOG2_E))
+    one, factor = splat(_f32(1.0)), splat(_f32(scale * LOG2_E))
     ones, fresh = (one, one, one, one), True
     for chunk in range(first_key, last_key + 1, CHUNK):
         if fresh or chunk % SPLIT == 0:
-            _clear(num_heads * rows, part, ld)
+            clear(num_heads * rows, part, ld)
             fresh = False
         for i in range(4 * GROUP_FIELDS):
             set_i64(here, i, get_i64(ahead, i))
         index, within = _locate(ahead, chunk + CHUNK, tile_high, index, within, table, op, first_head, kv_heads, size,
                                 padded, dim * item, padded_dim * item, item)
+        counts = (get_i64(here, GROUP_COUNT), get_i64(here, GROUP_FIELDS + GROUP_COUNT),
+                  get_i64(here, 2 * GROUP_FIELDS + GROUP_COUNT), get_i64(here, 3 * GROUP_FIELDS + GROUP_COUNT))
         for h in range(num_heads):
-            _point(groups, here, ahead, h, num_heads, dim * padded * item, padded * padded_dim * item, padded * 2)
-            if has_scales:
-                for g in range(4):
-                    prefetch_line(get_i64(ahead, g * GROUP_FIELDS + GROUP_K_SCALES) + h * padded * 2)
-                    prefetch_line(get_i64(ahead, g * GROUP_FIELDS + GROUP_V_SCALES) + h * padded * 2)
-            states = part + h * rows * ld
-            scores_rows(kind, rows, q_tile + h * rows * padded_dim * 4, padded_dim * 4, dim, groups, padded * item,
-                        scores)
-            k_factors, v_factors = ones, ones
-            if has_scales:
-                k_factors = _scales(kind, groups + 8 * GROUP_K_SCALES)
-                v_factors = _scales(kind, groups + 8 * GROUP_V_SCALES)
-            _softmax_rows(rows, scores, states, ld, limits, chunk, groups, times(k_factors, factor), v_factors, bases,
-                          keeps)
+            at, mine = h * rows, groups + h * (4 * 8 * GROUP_FIELDS)
+            _point(mine, here, ahead, h, dim * padded * item, padded * padded_dim * item, padded * 2)
+            scores_rows(kind, rows, q_tile + at * padded_dim * 4, padded_dim * 4, dim, mine, padded * item,
+                        scores + at * (CHUNK * 4))
+            factors = times(_scales(kind, mine + 8 * GROUP_K_SCALES) if has_scales else ones, factor)
+            take_scores(rows, scores + at * (CHUNK * 4), part + at * ld, ld, limits, chunk, counts, factors,
+                        bases + at * 4, keeps + at * 4)
+        rescale(num_heads * rows, keeps)
+        for h in range(num_heads):
+            at, mine = h * rows, groups + h * (4 * 8 * GROUP_FIELDS)
+            factors = _scales(kind, mine + 8 * GROUP_V_SCALES) if has_scales else ones
+            weigh(rows, scores + at * (CHUNK * 4), part + at * ld, ld, factors, bases + at * 4, keeps + at * 4)
             # Values before the lowest window are not read: they may hold anything.
-            values_rows(kind, rows, scores, groups, max(0, tile_low - chunk), padded_dim, states + HEADER * 4, ld)
+            values_rows(kind, rows, scores + at * (CHUNK * 4), mine, max(0, tile_low - chunk), padded_dim,
+                        part + at * ld + HEADER * 4, ld)
         if (chunk + CHUNK) % SPLIT == 0 or chunk + CHUNK > last_key:
             for h in range(num_heads):
                 for m in range(rows):
@@ -227,19 +132,19 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
 
 
 @device
-def _point(groups, here, ahead, h, num_heads, k_ld, v_ld, scales_ld):  # type: ignore[no-untyped-def]
-    """The four groups of the h-th head from those of the first; what comes next is the next head's, or after the last
-    head the next chunk's."""
-    is_last = h + 1 == num_heads
-    soon, behind = ahead if is_last else here, types.int64(0) if is_last else h + 1
+def _point(groups, here, ahead, h, k_ld, v_ld, scales_ld):  # type: ignore[no-untyped-def]
+    """The four groups of the h-th head from those of the first. While its keys are read its values are asked for, and
+    with those the keys of the next chunk; the scales now."""
     for at in range(0, 4 * GROUP_FIELDS, GROUP_FIELDS):
         set_i64(groups, at + GROUP_K, get_i64(here, at + GROUP_K) + h * k_ld)
         set_i64(groups, at + GROUP_V, get_i64(here, at + GROUP_V) + h * v_ld)
         set_i64(groups, at + GROUP_K_SCALES, get_i64(here, at + GROUP_K_SCALES) + h * scales_ld)
         set_i64(groups, at + GROUP_V_SCALES, get_i64(here, at + GROUP_V_SCALES) + h * scales_ld)
         set_i64(groups, at + GROUP_COUNT, get_i64(here, at + GROUP_COUNT))
-        set_i64(groups, at + GROUP_NEXT_K, get_i64(soon, at + GROUP_K) + behind * k_ld)
-        set_i64(groups, at + GROUP_NEXT_V, get_i64(soon, at + GROUP_V) + behind * v_ld)
+        set_i64(groups, at + GROUP_NEXT_K, get_i64(here, at + GROUP_V) + h * v_ld)
+        set_i64(groups, at + GROUP_NEXT_V, get_i64(ahead, at + GROUP_K) + h * k_ld)
+        prefetch_line(get_i64(ahead, at + GROUP_K_SCALES) + h * scales_ld)
+        prefetch_line(get_i64(ahead, at + GROUP_V_SCALES) + h * scales_ld)
 
 
 @device

@@ -13,10 +13,10 @@ from numba import types
 from numba.core import cgutils
 
 from worker.jit import step as st
+from worker.jit.attend_softmax import CHUNK
 from worker.jit.vector import (F32, I64, LANES, VF, constant, device, fma, make, offset, prefetch, read, read_bf16,
                                read_e4m3, read_int8, spread, write)
 
-CHUNK = 64                                  # keys of one call: four groups of 16
 # Fields of a group: addresses of its keys and values and, where there are any, of their scales; how many keys exist;
 # keys and values that are wanted next.
 GROUP_K, GROUP_V, GROUP_K_SCALES, GROUP_V_SCALES, GROUP_COUNT, GROUP_NEXT_K, GROUP_NEXT_V, GROUP_FIELDS = range(8)

@@ -13,8 +13,8 @@ from worker.attention.base import BatchMeta
 from worker.attention.jit_layout import LANES, padded
 from worker.jit import attend_plan as plan
 from worker.jit import step as st
-from worker.jit.attend import HEADER
-from worker.jit.attend_tiles import CHUNK, GROUP_FIELDS
+from worker.jit.attend_softmax import CHUNK, HEADER
+from worker.jit.attend_tiles import GROUP_FIELDS
 from worker.jit.program import float_bits, new_step
 
 POOL_KINDS = {torch.float32: st.POOL_F32, torch.bfloat16: st.POOL_BF16, torch.int8: st.POOL_INT8,
@@ -31,8 +31,9 @@ class AttentionWorkspace:
         group, width = heads // kv_heads, padded(dim)
         self._row_floats = HEADER + width
         rows = padded(max(plan.MAX_ROWS, group * plan.SPLIT_QUERIES))
-        # A row's query, two states, scores, limits of two int64, base and factor; twelve groups.
-        floats = rows * (width + 2 * self._row_floats + CHUNK + 6) + 24 * GROUP_FIELDS
+        # A row's query, two states, scores, limits of two int64, base and factor; groups of two int32 a field.
+        num_groups = 4 * (2 + min(kv_heads, plan.MAX_ROWS))
+        floats = rows * (width + 2 * self._row_floats + CHUNK + 6) + num_groups * 2 * GROUP_FIELDS
         self._scratch = _floats((num_threads, padded(floats)))
         self.step[st.SCRATCH], self.step[st.SCRATCH_BYTES] = self._scratch.ctypes.data, self._scratch.strides[0]
         self._tasks = np.zeros((0, plan.TASK_FIELDS), np.int64)
