@@ -45,7 +45,7 @@ class LLM:
                  use_tqdm: bool = True) -> list[RequestOutput]:
         """Run all prompts, batched by the engine; results in the order of the prompts.
 
-        sampling_params: one for all, or one each; use_tqdm: show progress where stderr is a terminal. Raises
+        sampling_params: one for all, or one each; use_tqdm: show progress on stderr. Raises
         RequestError naming the prompt's place when one is refused; the others are aborted then.
         """
         if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
@@ -87,8 +87,7 @@ class LLM:
 
     async def _generate_all(self, prompts: list[Prompt], params: list[SamplingParams],
                             use_tqdm: bool) -> list[RequestOutput]:
-        # disable=None: shown where stderr is a terminal
-        bar = tqdm(total=len(prompts), desc="requests", disable=None if use_tqdm else True)
+        bar = tqdm(total=len(prompts), desc="requests", disable=not use_tqdm)
         tasks = [asyncio.create_task(self._generate_one(i, p, s, bar)) for i, (p, s) in enumerate(zip(prompts, params))]
         try:
             return await asyncio.gather(*tasks)
