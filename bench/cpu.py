@@ -1,7 +1,7 @@
 """The CPU worker without processes and wires: steps of the real model, each beside the limit of this machine.
 
     python launch.py bench cpu [--model NAME] [--quantization auto int8 none] [--threads T] [--growth] [--accuracy]
-                               [--kv]
+                               [--kv] [--kv-cache-dtype NAME]
 
 For every route: milliseconds of a decode step at 1, 8 and 32 rows and of a 256-token prefill, the share of the limit
 (decode: bytes of weights and of keys and values read, over the bandwidth of reads or of copies, whichever is higher;
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.cpu_kv import measure_kv, print_kv
+from bench.cpu_kv import DTYPES, measure_kv, print_kv
 from bench.cpu_rows import Costs, Limits, Rig, measure_rows
 from ipc.model_source import ModelFiles, resolve_model
 from ipc.option_help import OptionParser
@@ -141,8 +141,10 @@ class Bench:
         return {name: round(value, 3) for name, value in result.items()}
 
 
-def served_dtype(model: Any) -> torch.dtype:
-    """Of keys and values, when nobody asks for another."""
+def served_dtype(model: Any, asked: str = "auto") -> torch.dtype:
+    """Of keys and values of a compiled route; auto: when nobody asks for another. The torch model's are its own."""
+    if isinstance(model, JitModel) and asked != "auto":
+        return DTYPES[asked]
     kinds = {w.kind for layer in model.linears for w in layer.weights} if isinstance(model, JitModel) else {FLOAT32}
     if kinds & {INT4, INT4_MIN}:
         return torch.int8
@@ -225,6 +227,8 @@ def main(argv: list[str]) -> int:
                         help="the five loads, on compiled routes")
     parser.add_argument("--growth", action="store_true", help="step time against context and rows, first route")
     parser.add_argument("--kv", action="store_true", help="pools of float32, bfloat16, int8 and fp8, first route")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", *DTYPES), default="auto",
+                        help="of keys and values on compiled routes")
     parser.add_argument("--accuracy", action="store_true",
                         help="divergence from float32 over 2,000 tokens of text, keys and values as served")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
@@ -259,7 +263,7 @@ def main(argv: list[str]) -> int:
             source = ModelSource(flat, mode)
         models[quantization] = (JitModel(source, team=get_team(args.threads)), JitBackend(get_team(args.threads)))
     for name, (model, backend) in models.items():
-        dtype = served_dtype(model)
+        dtype = served_dtype(model, args.kv_cache_dtype)
         bench = Bench(model, backend, dtype, 64, 8192 if args.growth and name == args.quantization[0] else CONTEXT)
         entry = report["routes"][name] = measure(bench, args, limits)
         if isinstance(model, JitModel):
@@ -288,7 +292,8 @@ def main(argv: list[str]) -> int:
     if args.accuracy and flat is not None:
         tokens = text_tokens(files, 2000)
         for name, (model, backend) in models.items():
-            accuracy = compare((flat, get_backend("cpu")), (model, backend), tokens, pool=served_dtype(model))
+            pool = served_dtype(model, args.kv_cache_dtype)
+            accuracy = compare((flat, get_backend("cpu")), (model, backend), tokens, pool=pool)
             report["routes"][name]["accuracy"] = {"mean_kl": accuracy.mean_kl,
                                                   "perplexity_ratio": accuracy.perplexity_ratio}
             print(f"  {name}: {accuracy}", flush=True)
