@@ -1,6 +1,7 @@
 """The command line of `bench serve`. Options go by the names of vLLM's benchmark too. Knows no server."""
 
 import argparse
+import os
 
 from ipc.option_help import OptionParser
 
@@ -45,6 +46,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--port", type=int, default=8000)
     add("--backend", choices=["openai", "vllm", "openai-chat"], default="openai", help="openai-chat: --endpoint chat")
     add("--model", help="default: the first one the server lists")
+    add("--served-model-name", help="what the server calls it, where that is another name")
     add("--api-key", help="sent as a bearer token")
     add("--endpoint", type=endpoint, help="completions or chat, or its path (default: completions)")
     add("--prompt-form", choices=["ids", "text"], default="ids", help="ids fall back to text where they are refused")
@@ -64,6 +66,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=600.0, help="seconds per request")
     add("--json", "--result-filename", metavar="FILE", help="write the JSON object there too")
     add("--save-result", action="store_true", help="write it to a file, by default bench-serve.json")
+    add("--result-dir", metavar="FOLDER", help="of that file; made where it is missing")
     add("--compare", metavar="FILE", help="an earlier result: say what changed by more than noise")
     add("--plot", metavar="FILE", help="PNG of TTFT and ITL against load; needs several concurrencies")
     args = parser.parse_args(argv)
@@ -78,8 +81,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         args.output_tokens = spread(args.output_tokens, args.random_range_ratio)
     args.base_url = args.base_url or f"http://{args.host}:{args.port}"
     args.endpoint = args.endpoint or ("chat" if args.backend == "openai-chat" else "completions")
-    if args.save_result and not args.json:
-        args.json = "bench-serve.json"
+    args.model = args.served_model_name or args.model
+    if args.result_dir or (args.save_result and not args.json):
+        args.json = os.path.join(args.result_dir or "", args.json or "bench-serve.json")
+    if args.result_dir:
+        os.makedirs(args.result_dir, exist_ok=True)
     if args.request_rate == float("inf"):
         args.request_rate = 0.0
     return args

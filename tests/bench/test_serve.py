@@ -5,6 +5,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,7 +268,7 @@ def test_percentiles_interpolate_and_refuse_nothing() -> None:
         percentile([], 50)
 
 
-def test_options_of_other_benchmarks_mean_the_same() -> None:
+def test_options_of_other_benchmarks_mean_the_same(tmp_path: Path) -> None:
     ours = parse_args(["--prompt-tokens", "64", "--output-tokens", "32", "--num-requests", "5", "--concurrency", "4"])
     theirs = parse_args("--backend vllm --dataset-name random --random-input-len 64 --random-output-len 32 "
                         "--num-prompts 5 --max-concurrency 4 --endpoint /v1/completions --host 127.0.0.1 --port 8000 "
@@ -276,6 +277,9 @@ def test_options_of_other_benchmarks_mean_the_same() -> None:
     assert theirs == ours
     chat = parse_args("--backend openai-chat --random-input-len 100 --random-range-ratio 0.5 --save-result".split())
     assert (chat.endpoint, chat.prompt_tokens, chat.json) == ("chat", (50, 150), "bench-serve.json")
+    named = parse_args(["--model", "org/name", "--served-model-name", "short", "--result-dir", str(tmp_path / "new"),
+                        "--result-filename", "a.json"])
+    assert (named.model, named.json) == ("short", str(tmp_path / "new/a.json")) and (tmp_path / "new").is_dir()
 
 
 @pytest.mark.parametrize(("options", "text"), [
