@@ -58,7 +58,7 @@ class Quiet:
 class NoRing(StepRing):
     """Keeps no step."""
 
-    def put(self, step: int, *stamps: int) -> None: ...
+    def put(self, step: int, stamps: tuple[int, ...]) -> None: ...
 
     def mark(self, step: int, column: int, value: int) -> None: ...
 
@@ -92,7 +92,7 @@ class OneProcess:
         self.host_us: list[float] = []  # CPU time of each step without its forward pass
         self.whole_us: list[float] = []  # with it
         self.telling_us: list[float] = []  # as host_us, of the steps that sent stamps
-        self._has_told = False
+        self._has_told = self.is_first = False  # is_first: what is accounted next began before the block
         self._last = (0, 0)
 
     def record(self, is_on: bool) -> None:
@@ -133,9 +133,10 @@ class OneProcess:
         now, forward = time.process_time_ns(), self.model.cpu_ns
         whole, inside = now - self._last[0], forward - self._last[1]
         self._last = now, forward
-        (self.telling_us if self._has_told else self.host_us).append((whole - inside) / 1000)
-        self._has_told = False
-        self.whole_us.append(whole / 1000)
+        if not self.is_first:
+            (self.telling_us if self._has_told else self.host_us).append((whole - inside) / 1000)
+            self.whole_us.append(whole / 1000)
+        self._has_told = self.is_first = False
 
 
 class TimedModel:
@@ -216,14 +217,13 @@ async def load(llm: AsyncLLM, args: argparse.Namespace, seed: int) -> Any:
 
 
 async def run_steps(engine: OneProcess, count: int) -> None:
-    """Afterwards the engine's lists hold those of these steps; the first belongs to the block before."""
-    begin = engine.core.committed_step
+    """Afterwards the engine's lists hold those of these steps but the first."""
+    begin, engine.is_first = engine.core.committed_step, True
     engine.host_us.clear()
     engine.whole_us.clear()
     engine.telling_us.clear()
     while engine.core.committed_step < begin + count:
         await asyncio.sleep(0)
-    del engine.host_us[:1], engine.whole_us[0]
 
 
 def summary(name: str, on: np.ndarray, off: np.ndarray, tell: float, base: float,
@@ -251,16 +251,16 @@ def per_record_us(count: int = 20_000) -> float:
     begin = time.process_time_ns()
     for step in range(1, count + 1):
         moments = [clock() for _ in range(10)]
-        plan = (step, *moments[:3], 0, 0, 0, 0, 0, 0, 0, 0, step, 16, 16, 0)
-        outbox.planned(*plan)
-        ring.put(*plan)     # the worker's: it has the plan, has prepared it, has computed it, has the tokens
+        plan = (*moments[:3], 0, 0, 0, 0, 0, 0, 0, 0, step, 16, 16, 0)
+        outbox.planned(step, plan)
+        ring.put(step, plan)     # the worker's: it has the plan, has prepared it, has computed it, has the tokens
         for _ in range(2):
             ring.mark(step, 4, moments[3])
         ring.mark_two(step, 6, moments[4], 0)
-        outbox.step(step, *moments[:9], 0, 0, step, 16, 16, 0)
+        outbox.step(step, (*moments[:9], 0, 0, step, 16, 16, 0))
         outbox.commit_ended(moments[9])
         outputs = Outputs(step, num_running=16, num_free_blocks=100)
-        if not step % 66:
+        if not step % 100:
             outputs.stamps = outbox.steps_for(1, clock())
             outbox.told(1, clock())
         if timeline.hear(outputs, clock()):

@@ -258,8 +258,9 @@ class EngineCore:
         if in_flight:
             record = in_flight[-1]
             record.end_ns, record.sent_ns = planned_ns or now_ns, now_ns
-            self.outbox.planned(record.step, record.begin_ns, record.end_ns, now_ns, 0, 0, 0, 0, 0, 0, 0, 0,
-                                record.step, record.num_rows, record.num_tokens, record.num_prefill_tokens)
+            self.outbox.planned(record.step, (record.begin_ns, record.end_ns, now_ns, 0, 0, 0, 0, 0, 0, 0, 0,
+                                              record.step, record.num_rows, record.num_tokens,
+                                              record.num_prefill_tokens))
         self.scheduler.settle()
 
     def commit(self, result: ModelRunnerOutput, now_ns: int = 0) -> None:
@@ -286,9 +287,10 @@ class EngineCore:
         self.outbox.tokens(news.ids, news.index, news.tokens)
         # On a busy host the worker can have the plan before this process comes to note that it left.
         sent_ns = min(record.sent_ns, result.received_ns or record.sent_ns)
-        self.outbox.step(result.step, record.begin_ns, min(record.end_ns, sent_ns), sent_ns, result.received_ns,
-                         result.prepared_ns, result.launched_ns, result.done_ns, result.device_ns, now_ns, 0, 0,
-                         result.step, record.num_rows, record.num_tokens, record.num_prefill_tokens)
+        self.outbox.step(result.step, (record.begin_ns, min(record.end_ns, sent_ns), sent_ns, result.received_ns,
+                                       result.prepared_ns, result.launched_ns, result.done_ns, result.device_ns, now_ns,
+                                       0, 0, result.step, record.num_rows, record.num_tokens,
+                                       record.num_prefill_tokens))
         for number, kind, message in extras:
             self.outbox.extra(number, kind, message)
         for request, reason, token in news.done:

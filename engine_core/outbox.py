@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 STEP, COMMIT_BEGIN, COMMIT_END, OUTPUTS_SENT = (STAMPS.index(name) for name in (
     "step", "commit_begin", "commit_end", "outputs_sent"))
 NUMBER_SHIFT = 40                               # request_id = frontend number << 40 | counter
-TELL_NS = 100_000_000                           # a busy frontend is told of steps this often, all at once
+TELL_NS = 150_000_000                           # a busy frontend is told of steps this often, all at once
 
 
 class _Pending:
@@ -44,6 +44,7 @@ class Outbox:
         self._pending: dict[int, _Pending] = {}
         self.ring = StepRing()                  # the last steps, also those on their way
         self._last = 0                          # step committed last
+        self._gap = 0                           # committed last of those whose predecessor was not
         self._is_open = False                   # when its commit ended is not known yet
         self._sent = 0                          # step whose row is complete: some frontend was sent it
         self.is_recording = True                # False: no stamps leave; `bench overhead` measures what that saves
@@ -118,15 +119,17 @@ class Outbox:
         """This frontend knows all steps until now."""
         self._told[number] = self._last, now_ns
 
-    def planned(self, step: int, *stamps: int) -> None:
+    def planned(self, step: int, stamps: tuple[int, ...]) -> None:
         """A step is on its way to the worker: its row so far."""
         if self.is_recording:
-            self.ring.put(step, *stamps)
+            self.ring.put(step, stamps)
 
-    def step(self, step: int, *stamps: int) -> None:
+    def step(self, step: int, stamps: tuple[int, ...]) -> None:
         """A step was committed; when its news left is filled in then."""
         if self.is_recording:
-            self.ring.put(step, *stamps)
+            self.ring.put(step, stamps)
+            if step != self._last + 1:
+                self._gap = step
             self._last, self._is_open = step, True
 
     def commit_ended(self, now_ns: int) -> None:
@@ -149,8 +152,8 @@ class Outbox:
         last, told = self._last, max(self._told.get(number, (0, 0))[0], self._last - RING_STEPS)
         if told >= last:
             return EMPTY
-        if last - told == 1:
-            return memoryview(self.ring.row(last))
-        recent = self.ring.rows[np.arange(told + 1, last + 1) % RING_STEPS]
+        if told + 1 >= self._gap:
+            return memoryview(self.ring.part(told + 1, last))
+        recent = np.frombuffer(self.ring.part(told + 1, last), np.int64).reshape(-1, len(STAMPS))
         known = (recent[:, STEP] > told) & (recent[:, COMMIT_BEGIN] > 0)    # others failed, or were not recorded
         return memoryview(recent[known].tobytes())

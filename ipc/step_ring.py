@@ -43,7 +43,7 @@ class StepRing:
             self._map = mmap.mmap(-1, _BYTES)
         self.rows: np.ndarray = np.frombuffer(self._map, np.int64).reshape(RING_STEPS, len(STAMPS))
 
-    def put(self, step: int, *stamps: int) -> None:
+    def put(self, step: int, stamps: tuple[int, ...]) -> None:
         """The whole row of a step, in the order of STAMPS; 0: not known, or not yet."""
         _ROW.pack_into(self._map, step % RING_STEPS * ROW_BYTES, *stamps)
 
@@ -55,10 +55,10 @@ class StepRing:
         """The same, and the field behind it."""
         _TWO.pack_into(self._map, step % RING_STEPS * ROW_BYTES + 8 * column, value, next_value)
 
-    def row(self, step: int) -> bytes:
-        """The row of a step, as it is sent. A copy."""
-        at = step % RING_STEPS * ROW_BYTES
-        return self._map[at:at + ROW_BYTES]
+    def part(self, first: int, last: int) -> bytes:
+        """The rows of so many steps, RING_STEPS at most, as they are sent. A copy."""
+        begin, end = first % RING_STEPS * ROW_BYTES, (last % RING_STEPS + 1) * ROW_BYTES
+        return self._map[begin:end] if begin < end else self._map[begin:] + self._map[:end]
 
 
 class SavedSteps(msgspec.Struct):

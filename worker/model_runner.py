@@ -115,7 +115,7 @@ class ModelRunner:
                before_wait: Callable[[], None] = lambda: None) -> Step:
         """Queue one plan. At most one earlier step may be unfinished; `before_wait` finishes it, and is called when
         this plan needs its tokens, or before the host waits for this plan's own."""
-        self.ring.put(plan.step, 0, 0, 0, received_ns, 0, 0, 0, 0, 0, 0, 0, plan.step, plan.num_rows, 0, 0)
+        self.ring.put(plan.step, (0, 0, 0, received_ns, 0, 0, 0, 0, 0, 0, 0, plan.step, plan.num_rows, 0, 0))
         if plan.swap_out or plan.swap_in or plan.copies:
             self.move_blocks(swap_out=_pairs(plan.swap_out), swap_in=_pairs(plan.swap_in), copies=_pairs(plan.copies))
         if plan.spec_token_ids:                 # they follow tokens that the step before must have

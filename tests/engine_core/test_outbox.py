@@ -12,8 +12,8 @@ STEP, SENT = STAMPS.index("step"), STAMPS.index("outputs_sent")
 
 
 def commit(outbox: Outbox, step: int) -> None:
-    outbox.planned(step, step, step, step, 0, 0, 0, 0, 0, 0, 0, 0, step, 1, 1, 0)
-    outbox.step(step, *[step] * 9, 0, 0, step, 1, 1, 0)
+    outbox.planned(step, (step, step, step, 0, 0, 0, 0, 0, 0, 0, 0, step, 1, 1, 0))
+    outbox.step(step, (*[step] * 9, 0, 0, step, 1, 1, 0))
     outbox.commit_ended(step)
 
 
@@ -39,9 +39,9 @@ def test_each_frontend_hears_of_each_step_once_and_a_new_one_of_the_last_ones() 
 def test_failed_steps_and_those_under_way_are_not_told() -> None:
     outbox = Outbox()
     commit(outbox, 1)
-    outbox.planned(2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 2, 1, 1, 0)
+    outbox.planned(2, (2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 2, 1, 1, 0))
     commit(outbox, 3)
-    outbox.planned(4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0, 4, 1, 1, 0)
+    outbox.planned(4, (4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0, 4, 1, 1, 0))
     assert told(outbox, 1, 5)[:, STEP].tolist() == [1, 3]
     assert outbox.ring.rows[4, STAMPS.index("plan_sent")] == 4
 

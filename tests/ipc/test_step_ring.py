@@ -18,11 +18,11 @@ def row(step: int, **stamps: int) -> tuple[int, ...]:
 def test_a_step_is_put_together_and_one_under_way_shows_how_far_it_came(tmp_path: Path) -> None:
     core, worker = StepRing(str(tmp_path), "engine_core-0"), StepRing(str(tmp_path), "worker-0")
     for step in (RING_STEPS - 1, RING_STEPS, RING_STEPS + 1):
-        core.put(step, *row(step, plan_begin=10 * step, plan_sent=10 * step + 1, num_tokens=7))
-        worker.put(step, *row(step, worker_received=10 * step + 2))
-    worker.put(RING_STEPS, *row(RING_STEPS, worker_received=10 * RING_STEPS + 2, worker_prepared=10 * RING_STEPS + 3))
-    worker.put(5, *row(5, worker_received=50))                                      # the core knows no such step
-    worker.put(RING_STEPS + 1, *row(RING_STEPS + 1, worker_received=3))             # of a core before this one
+        core.put(step, row(step, plan_begin=10 * step, plan_sent=10 * step + 1, num_tokens=7))
+        worker.put(step, row(step, worker_received=10 * step + 2))
+    worker.put(RING_STEPS, row(RING_STEPS, worker_received=10 * RING_STEPS + 2, worker_prepared=10 * RING_STEPS + 3))
+    worker.put(5, row(5, worker_received=50))                                      # the core knows no such step
+    worker.put(RING_STEPS + 1, row(RING_STEPS + 1, worker_received=3))             # of a core before this one
     path = save_steps(str(tmp_path), str(tmp_path), "worker 0 was killed")
     assert os.stat(path).st_mode & 0o777 == 0o600
     reason, rows = load_steps(path)
@@ -35,8 +35,8 @@ def test_a_step_is_put_together_and_one_under_way_shows_how_far_it_came(tmp_path
 
 
 def test_a_successor_goes_on_in_the_same_ring(tmp_path: Path) -> None:
-    StepRing(str(tmp_path), "engine_core-0").put(3, *row(3, plan_begin=9))
-    StepRing(str(tmp_path), "engine_core-0").put(1, *row(1, plan_begin=20))
+    StepRing(str(tmp_path), "engine_core-0").put(3, row(3, plan_begin=9))
+    StepRing(str(tmp_path), "engine_core-0").put(1, row(1, plan_begin=20))
     _, rows = load_steps(save_steps(str(tmp_path), str(tmp_path), ""))
     assert rows[:, STAMPS.index("step")].tolist() == [3, 1]
 
@@ -45,7 +45,7 @@ def test_nothing_to_save_and_nowhere_to_save_it_are_no_errors(tmp_path: Path) ->
     assert save_steps(str(tmp_path), str(tmp_path), "") == ""
     ring = StepRing(str(tmp_path), "engine_core-0")
     assert save_steps(str(tmp_path), str(tmp_path), "") == ""                       # no step yet
-    ring.put(1, *row(1, plan_begin=1))
+    ring.put(1, row(1, plan_begin=1))
     assert save_steps(str(tmp_path), str(tmp_path / "absent"), "") == ""
 
 
