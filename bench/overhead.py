@@ -5,11 +5,11 @@ requests decode; every --block-steps steps the records change between on and off
 drifts cancel: blocks are short and many. Off: no clock is read for them, no stamps travel, no ring is written. A
 block's figure is the CPU time that its fastest fifth of steps stays below, without the forward pass: every step has its
 record, neighbours on the machine leave few alone, and the forward pass, which no record touches, would hide them. The
-steps that send the stamps of many are kept apart, and what they take longer than others is shared out among all. The
-result is the mean
-difference over pairs of blocks with its 95 % interval (bootstrap), and its share of a whole step's CPU time, forward
-pass included. What each token adds, one append of the time it came, is in both kinds of block and measured alone. One
-JSON object last. record_alone_us is the work of one record in a loop of its own.
+steps that send the stamps of many are kept apart: how much longer they take is measured where all steps have records,
+and shared out among all. The result is the mean difference over pairs of blocks with its 95 % interval (bootstrap), and
+its share of a whole step's CPU time, forward pass included. What each token adds, one append of the time it came, is in
+both kinds of block and measured alone. One JSON object last. record_alone_us is the work of one record in a loop of its
+own.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from worker.startup import build_runner
 
 RESAMPLES = 10_000
 WARM_STEPS = 50
+TELLING_STEPS = 400
 
 
 class Quiet:
@@ -168,8 +169,8 @@ async def measure(name: str, config: EngineConfig, args: argparse.Namespace) -> 
         llm = await AsyncLLM.attach(Peer(engine.address, 1), 1, config.model)
         cpu: dict[bool, list[float]] = {True: [], False: []}
         whole: list[float] = []
-        plain: list[float] = []                 # steps with records
-        telling: list[float] = []               # those of them that sent stamps
+        plain: list[float] = []                 # of a stretch with records
+        telling: list[float] = []               # its steps that sent stamps
         for group in range(args.groups):
             async with load(llm, args, seed=group):
                 await run_steps(engine, WARM_STEPS)
@@ -180,11 +181,12 @@ async def measure(name: str, config: EngineConfig, args: argparse.Namespace) -> 
                     await run_steps(engine, args.block_steps)
                     cpu[is_on].append(percentile(engine.host_us, 20))
                     whole += [] if is_on else engine.whole_us
-                    plain += engine.host_us if is_on else []
-                    telling += engine.telling_us if is_on else []
                 recorded, expected = llm.timeline.num_steps - before, 2 * args.turns * args.block_steps
                 if abs(recorded - expected) > expected // 4:
                     raise RuntimeError(f"{recorded} steps were recorded where {expected} had records on")
+                await run_steps(engine, TELLING_STEPS)      # records are on
+                plain += engine.host_us
+                telling += engine.telling_us
         engine.is_stopping = True
         await stepping
         await llm.close()
@@ -196,7 +198,7 @@ async def measure(name: str, config: EngineConfig, args: argparse.Namespace) -> 
 @contextlib.asynccontextmanager
 async def load(llm: AsyncLLM, args: argparse.Namespace, seed: int) -> Any:
     """Requests that outlive the group, decoding once this begins."""
-    steps = 4 * args.turns * args.block_steps + 4 * WARM_STEPS
+    steps = 4 * args.turns * args.block_steps + TELLING_STEPS + 4 * WARM_STEPS
     params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
     first = asyncio.Semaphore(0)
 
