@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench.hostile_grammars import Form, Named, harmless, hostile, sized
+from bench.sleeping_engine import sleeping_engine
 from bench.tiny_model import write_tiny_model
 from frontend import AsyncLLM, SamplingParams
 from ipc.errors import OverloadedError, RequestError
@@ -33,25 +34,19 @@ MAX_RISE = 0.10
 Answers = dict[str, tuple[float, str]]
 
 
-def sleep_a_step(prompt: np.ndarray, output: np.ndarray, logits: Any) -> None:
-    """A logits processor, named by one stream only, so once a step. The prompt's first token says for how many ms."""
-    time.sleep(int(prompt[0]) / 1000)
-
-
 class Streams:
     """Endless ones, and the gaps between their tokens while `is_measured`."""
 
-    def __init__(self, llm: AsyncLLM, step_ms: int) -> None:
-        self.llm, self.step_ms = llm, step_ms
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.llm = llm
         self.gaps: list[float] = []
         self.is_measured = False
 
     async def run(self, seed: int) -> None:
-        params = SamplingParams(max_tokens=3000, ignore_eos=True, seed=seed,
-                                logits_processors=[] if seed else ["sleep"])
+        params = SamplingParams(max_tokens=3000, ignore_eos=True, seed=seed)
         while True:
             before = None
-            async for _ in self.llm.generate([self.step_ms, seed % 200 + 1], params, output_kind="delta"):
+            async for _ in self.llm.generate([1, seed % 200 + 1], params, output_kind="delta"):
                 now = time.monotonic()
                 if before is not None and self.is_measured:
                     self.gaps.append(now - before)
@@ -100,12 +95,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     lists = {"hostile": hostile()[:args.count], "harmless": harmless()[:args.count]}
     answers: dict[str, Answers] = {name: {} for name in lists}
     gaps: dict[str, list[float]] = {"calm": [], **{name: [] for name in lists}}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, sleeping_engine(args.step_ms):
         async with AsyncLLM(model=write_tiny_model(Path(folder)), max_num_seqs=args.streams + 4,
-                            batch_invariant=True,           # waits for the kernels: none is compiled beside the streams
-                            logits_processor=["sleep=bench.grammars:sleep_a_step"]) as llm:
+                            batch_invariant=True) as llm:   # waits for the kernels: none is compiled beside the streams
             await answer(llm, {"regex": "warm"})
-            streams = Streams(llm, args.step_ms)
+            streams = Streams(llm)
             tasks = [asyncio.create_task(streams.run(seed)) for seed in range(args.streams)]
             await asyncio.sleep(2.0)
             streams.is_measured = True

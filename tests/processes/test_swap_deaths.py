@@ -38,6 +38,9 @@ def test_streams_survive_a_death_during_a_swap(who: str, kind: str, tiny_model: 
             streams = [collect(llm, prompt, params, asyncio.Event()) for prompt, params in REQUESTS]
             assert await asyncio.wait_for(asyncio.gather(*streams), HARD_TIMEOUT_S) == whole
             assert plant.marker.exists()
+            async with asyncio.timeout(HARD_TIMEOUT_S):
+                while llm.pids[index] == pids[index]:   # told by the supervisor, after the streams went on
+                    await asyncio.sleep(0.02)
             assert [new == old for new, old in zip(llm.pids, pids)] == [i != index for i in range(3)]
             assert (await wait_idle(llm))["num_free_host_slots"] == num_slots
     asyncio.run(run())

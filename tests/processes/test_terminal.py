@@ -105,4 +105,4 @@ def test_a_reader_that_leaves_early_is_no_error(tiny_model: str, temp: str) -> N
 def test_a_command_that_is_nearly_one_is_named(temp: str) -> None:
     result = subprocess.run([sys.executable, os.path.join(ROOT, "launch.py"), "docter"], capture_output=True, text=True,
                             env=engine_environment(temp), timeout=HARD_TIMEOUT_S)
-    assert (result.returncode, result.stderr) == (1, "launch.py: there is no command docter; did you mean doctor?\n")
+    assert (result.returncode, result.stderr) == (2, "launch.py: there is no command docter; did you mean doctor?\n")
