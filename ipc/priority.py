@@ -16,6 +16,7 @@ import errno
 import os
 import platform
 import struct
+import threading
 import time
 
 NICENESS = 10
@@ -29,12 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def give_way(pid: int) -> None:
     """For a process that leads a session of its own (`start_new_session`). Best effort; may take half a second, so not
     for a loop's thread."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
-        os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
-    if _SCHED_SETATTR is not None:              # kernels before 6.12 have no slices of a process, and ignore it
-        _libc.syscall(_SCHED_SETATTR, pid, _SCHED_ATTR.pack(_SCHED_ATTR.size, os.SCHED_BATCH, 0, NICENESS, 0, SLICE_NS,
-                                                            0, 0, 0, 0), 0)
+    _be_nice(pid)
     for _ in range(_TRIES):
         try:
             with open(f"/proc/{pid}/autogroup", "w") as file:
@@ -44,3 +40,18 @@ def give_way(pid: int) -> None:
             if error.errno != errno.EAGAIN:     # no such groups here, or the process has ended
                 return
         time.sleep(_PAUSE_S)
+
+
+def give_way_in_thread() -> None:
+    """For the calling thread alone, beside others of its session."""
+    _be_nice(threading.get_native_id())
+
+
+def _be_nice(number: int) -> None:
+    """number: of a process that has one thread, or of a thread."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, number, NICENESS)
+        os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
+    if _SCHED_SETATTR is not None:              # kernels before 6.12 have no slices of a process, and ignore it
+        _libc.syscall(_SCHED_SETATTR, number, _SCHED_ATTR.pack(_SCHED_ATTR.size, os.SCHED_BATCH, 0, NICENESS, 0,
+                                                               SLICE_NS, 0, 0, 0, 0), 0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from ipc.priority import NICENESS, give_way
+from ipc.priority import NICENESS, give_way, give_way_in_thread
 
 
 def test_the_process_and_its_session_have_a_low_weight() -> None:
@@ -32,3 +34,13 @@ def test_a_process_that_has_ended_is_no_error() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     process.wait()
     give_way(process.pid)
+
+
+def test_a_thread_gives_way_alone() -> None:
+    def own_niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = own_niceness()
+    with ThreadPoolExecutor(1, initializer=give_way_in_thread) as executor:
+        assert executor.submit(own_niceness).result() == NICENESS
+    assert own_niceness() == before

@@ -23,6 +23,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from ipc.errors import FAULT, INVALID
+from ipc.priority import give_way_in_thread
 from ipc.structured_outputs import (COMPILED_BYTES, PARSER_LIMITS, StructuredOutputs, compiled_bytes, grammar_text,
                                     one_line)
 from worker.request_state import RequestState
@@ -84,7 +85,7 @@ class Grammars:
             self._cache.move_to_end(key)
             return found[0]
         if self._compiler is None:              # one thread: the vocabulary is loaded once
-            self._compiler = ThreadPoolExecutor(1, "compile-grammars")
+            self._compiler = ThreadPoolExecutor(1, "compile-grammars", initializer=give_way_in_thread)
         compiled = self._compiler.submit(self._compile, spec)
         size = compiled_bytes(key)
         self._cache[key] = compiled, size
