@@ -92,7 +92,7 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
             half_block = b.mul(k, constant(I64, 2 * TILE))
             at_soon = b.add(soon, b.mul(k, soon_step))
             for line in range(0, weight_bytes, 64):
-                prefetch(b, offset(b, at_soon, line))
+                prefetch(b, offset(b, at_soon, line), 2)
             for column_at in (scales, minima)[:1 + (kind == INT4_MIN)]:
                 prefetch(b, b.add(b.add(column_at, half_block), soon_scales))
             for q in range(8):

@@ -16,7 +16,7 @@ from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
 
 KIND, X, LDX, SIDE, LD_SIDE, W, SCALES, MINIMA, NUM_K, NUM_TILES, TILE_BYTES, OUT, LD_OUT, BIAS = range(8, 22)
 # TILE_ROWS: most rows of a tile for steps of up to 8, 32, 128 and more rows, eight bits each (worker/linear/table.py).
-TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, ROW_UNITS, MOST, TILES_AHEAD = range(22, 28)
+TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, ROW_UNITS, MOST, TILES_AHEAD, SOON_STEP, NEXT_STEP = range(22, 30)
 _UNIT_BYTES = 64 << 10                      # of weights: long enough for the hardware to see a stream
 _UNITS_PER_THREAD = 6
 _ROW_STEP = 12                              # whole tiles of every kind
@@ -85,7 +85,14 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
             rows = (rows + _ROW_STEP - 1) // _ROW_STEP * _ROW_STEP
     row_units = (num_rows + rows - 1) // rows
     row_class = 0 if num_rows <= 8 else 1 if num_rows <= 32 else 2 if num_rows <= 128 else 3
-    set_i64(op, MOST, (get_i64(op, TILE_ROWS) >> (8 * row_class)) & 255)
+    most = (get_i64(op, TILE_ROWS) >> (8 * row_class)) & 255
+    # Bytes that each step of a tile asks for: of the tile itself, and of the next one, which all passes but the first
+    # fetch together, in whole lines.
+    steps = get_i64(op, NUM_K) // (UNROLL if get_i64(op, KIND) <= BF16_WEIGHTS else 32)
+    shared = max(1, (rows + most - 1) // most - 1) * steps
+    set_i64(op, SOON_STEP, get_i64(op, TILE_BYTES) // steps)
+    set_i64(op, NEXT_STEP, (get_i64(op, TILE_BYTES) // shared + 63) // 64 * 64)
+    set_i64(op, MOST, most)
     set_i64(op, TILES_PER_UNIT, per_unit)
     set_i64(op, ROWS_PER_UNIT, rows)
     set_i64(op, ROW_UNITS, row_units)
@@ -117,13 +124,6 @@ def matmul_unit(op, unit, num_rows):  # type: ignore[no-untyped-def]
 
 
 @device
-def _step_of_next(tile_bytes, steps, passes):  # type: ignore[no-untyped-def]
-    """Bytes of the next tile that each of a tile's steps asks for, so that all passes but the first fetch all of it; a
-    whole number of lines."""
-    return (tile_bytes // (max(1, passes - 1) * steps) + 63) // 64 * 64
-
-
-@device
 def _int_tile_rows(op, tile, next_tile, m, last):  # type: ignore[no-untyped-def]
     """The first rows that go over a tile fetch it; the others share the fetching of the next one."""
     kind, blocks = get_i64(op, KIND), get_i64(op, NUM_K) // 32
@@ -133,9 +133,9 @@ def _int_tile_rows(op, tile, next_tile, m, last):  # type: ignore[no-untyped-def
     s = get_i64(op, SCALES) + tile * blocks * (2 * TILE)
     mn = get_i64(op, MINIMA) + tile * blocks * (2 * TILE)
     out, ldo = get_i64(op, OUT) + tile * (4 * TILE), get_i64(op, LD_OUT)
-    soon_step, soon_scales = tile_bytes // blocks, AHEAD * (2 * TILE)
+    soon_step, soon_scales = get_i64(op, SOON_STEP), AHEAD * (2 * TILE)
     soon, distance, fetched = w + AHEAD * soon_step, next_tile - tile, types.int64(0)
-    next_step = _step_of_next(tile_bytes, blocks, (last - m + most - 1) // most)
+    next_step = get_i64(op, NEXT_STEP)
     while m < last:
         left = last - m
         xm, sm, om = x + m * ldx, side + m * lds, out + m * ldo
@@ -168,9 +168,9 @@ def _float_tile_rows(op, tile, next_tile, m, last):  # type: ignore[no-untyped-d
     w = get_i64(op, W) + tile * tile_bytes
     out, ldo = get_i64(op, OUT) + tile * (4 * TILE), get_i64(op, LD_OUT)
     is_f32, steps = get_i64(op, KIND) == F32_WEIGHTS, num_k // UNROLL
-    soon_step = tile_bytes // steps
+    soon_step = get_i64(op, SOON_STEP)
     soon, distance, fetched = w + AHEAD * soon_step, next_tile - tile, types.int64(0)
-    next_step = _step_of_next(tile_bytes, steps, (last - m + most - 1) // most)
+    next_step = get_i64(op, NEXT_STEP)
     while m < last:
         left = min(last - m, most)
         rows = 12 if left >= 12 else 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1

@@ -105,12 +105,12 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return call(builder, "llvm.fma.v16f32", VF, [a, b, c])
 
 
-def prefetch(builder: Any, address: Any) -> None:
-    """Ask for a cache line; any address is harmless."""
+def prefetch(builder: Any, address: Any, near: int = 3) -> None:
+    """Ask for a cache line; any address is harmless. near: 3 for the first level of cache, 2 for the second."""
     byte = I8.as_pointer()
     function = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(
         ir.VoidType(), [byte, I32, I32, I32]))
-    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(near), I32(1)])
 
 
 def constant(kind: Any, value: Any) -> Any:
