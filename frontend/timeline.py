@@ -2,10 +2,10 @@
 
 The core sends the stamps of every step it commits (ipc.messages.STAMPS), those of many steps at once, a few times a
 second; this frontend notes of each message when it received it, had made text of it, and had written it, and joins the
-two here when somebody looks. All are monotonic nanoseconds of one host. Always on: a few clock reads
-a step. Streamed text is written where it is made, so that `detokenize` holds it and `write` what tasks
-do afterwards. Steps from before this frontend came are told too, as far as the core has them; its own part of them is
-0. What the rows say is step_report.py's and trace.py's to tell. Knows no HTTP.
+two here when somebody looks. All are monotonic nanoseconds of one host. Always on: a few clock reads a step. Streamed
+text is written where it is made, so that `detokenize` holds it and `write` what tasks do afterwards. Steps from before
+this frontend came are told too, as far as the core has them; its own part of them is 0.
+What the rows say is step_report.py's and trace.py's to tell. Knows no HTTP.
 
     plan ─ encode ─ wire ─ prepare ─ forward ─ sample ─ wire ─ commit ─ wire ─ detokenize ─ write
     core                   worker                              core           frontend

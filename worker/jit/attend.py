@@ -106,6 +106,10 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
         for h in range(num_heads):
             at, mine = h * rows, groups + h * (4 * 8 * GROUP_FIELDS)
             _point(mine, here, ahead, h, dim * padded * item, padded * padded_dim * item, padded * 2)
+            if has_scales:
+                for g in range(4):
+                    prefetch_line(get_i64(ahead, g * GROUP_FIELDS + GROUP_K_SCALES) + h * padded * 2)
+                    prefetch_line(get_i64(ahead, g * GROUP_FIELDS + GROUP_V_SCALES) + h * padded * 2)
             scores_rows(kind, rows, q_tile + at * padded_dim * 4, padded_dim * 4, dim, mine, padded * item,
                         scores + at * (CHUNK * 4))
             factors = times(_scales(kind, mine + 8 * GROUP_K_SCALES) if has_scales else ones, factor)
@@ -134,7 +138,7 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
 @device
 def _point(groups, here, ahead, h, k_ld, v_ld, scales_ld):  # type: ignore[no-untyped-def]
     """The four groups of the h-th head from those of the first. While its keys are read its values are asked for, and
-    with those the keys of the next chunk; the scales now."""
+    with those the keys of the next chunk."""
     for at in range(0, 4 * GROUP_FIELDS, GROUP_FIELDS):
         set_i64(groups, at + GROUP_K, get_i64(here, at + GROUP_K) + h * k_ld)
         set_i64(groups, at + GROUP_V, get_i64(here, at + GROUP_V) + h * v_ld)
@@ -143,8 +147,6 @@ def _point(groups, here, ahead, h, k_ld, v_ld, scales_ld):  # type: ignore[no-un
         set_i64(groups, at + GROUP_COUNT, get_i64(here, at + GROUP_COUNT))
         set_i64(groups, at + GROUP_NEXT_K, get_i64(here, at + GROUP_V) + h * v_ld)
         set_i64(groups, at + GROUP_NEXT_V, get_i64(ahead, at + GROUP_K) + h * k_ld)
-        prefetch_line(get_i64(ahead, at + GROUP_K_SCALES) + h * scales_ld)
-        prefetch_line(get_i64(ahead, at + GROUP_V_SCALES) + h * scales_ld)
 
 
 @device

@@ -22,7 +22,6 @@ _UNITS_PER_THREAD = 6
 _ROW_STEP = 12                              # whole tiles of every kind
 
 
-
 def _int_rows(kind: int) -> Callable[..., Any]:
     """A tile over `rows` rows, one of the numbers that _int_tile_rows takes."""
     tiles = int_tiles(kind)
