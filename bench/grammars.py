@@ -5,18 +5,21 @@
 A real engine with a tiny model, whose worker sleeps a step's time in place of computing it, so that the figure shows
 interference and not two busy cores. Streams run first alone, then while every hostile grammar is sent, one after the
 other, then every one that only looks hostile; in rounds, so that the machine's other work meets all three and each has
-about as many steps: the p99 of a few hundred is a matter of luck. Each round writes the grammars a little differently,
-so that none is remembered. Those that only look hostile may be accepted; of each one token is asked. Prints the slowest
-answers and one JSON object last; status 1 if a hostile one is accepted, one of either took more than 2.5 s or failed,
-or the p99 gap of the streams rises by more than 10 %.
+about as many steps: the p99 of a few hundred is a matter of luck. A list that is through before its share of a round is
+over begins anew. Each time the grammars are written a little differently, so that none is remembered. Those that only
+look hostile may be accepted; of each one token is asked. Prints the slowest answers and one JSON object last; status 1
+if a hostile one is accepted, one of either took more than 2.5 s or failed, or the p99 gap of the streams rises by more
+than 10 %.
 """
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +86,17 @@ def variant(form: Form, number: int) -> Form:
     return {kind: "(?:" * number + text + ")" * number if kind == "regex" else text + " " * number}
 
 
-async def answer_all(llm: AsyncLLM, forms: list[Named], number: int, answers: Answers) -> None:
-    """One after the other. Of several rounds the slowest answer stays."""
-    for name, form in forms:
-        found = await answer(llm, variant(form, number))
-        answers[name] = max(answers.get(name, found), found, key=lambda one: one[0])
+async def answer_all(llm: AsyncLLM, forms: list[Named], numbers: Iterator[int], seconds: float,
+                     answers: Answers) -> None:
+    """One after the other, once or for `seconds` at least. The slowest answer to each stays."""
+    end = time.monotonic() + seconds
+    while True:
+        number = next(numbers)
+        for name, form in forms:
+            found = await answer(llm, variant(form, number))
+            answers[name] = max(answers.get(name, found), found, key=lambda one: one[0])
+        if time.monotonic() >= end:
+            return
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -103,12 +112,13 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             tasks = [asyncio.create_task(streams.run(seed)) for seed in range(args.streams)]
             await asyncio.sleep(2.0)
             streams.is_measured = True
-            for number in range(args.rounds):
+            numbers = {name: itertools.count() for name in lists}
+            for _ in range(args.rounds):
                 streams.take()
                 await asyncio.sleep(args.seconds / args.rounds)
                 gaps["calm"] += streams.take()
                 for name, forms in lists.items():
-                    await answer_all(llm, forms, number, answers[name])
+                    await answer_all(llm, forms, numbers[name], args.seconds / args.rounds, answers[name])
                     gaps[name] += streams.take()
             for task in tasks:
                 task.cancel()
@@ -144,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
                           formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--step-ms", type=int, default=20, help="what a step of the worker takes")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of calm, in all")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each kind, in all")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--count", type=int, default=1000, help="only so many grammars of each list")
     found = asyncio.run(measure(parser.parse_args(argv)))

@@ -51,7 +51,7 @@ class Helper:
         with theirs:
             process = subprocess.Popen(python_command("frontend.grammar_helper"), stdin=theirs.fileno(),
                                        stdout=theirs.fileno(), stderr=subprocess.DEVNULL, env=environment(),
-                                       start_new_session=True)
+                                       process_group=0)
         give_way(process.pid)
         return Helper(process, ours)
 

@@ -1,8 +1,9 @@
 """The user's side of an engine that runs beside a Python program: start its supervisor, hear it, stop it.
 
 Used by AsyncLLM. Every method may be called from any thread; nothing here keeps a thread or a signal handler of its
-own. The supervisor has its own session, so Ctrl-C in the user's terminal is for the user's program to handle. However
-that program ends, the supervisor sees it and ends the engine. A forked copy owns nothing: its calls do nothing.
+own. The supervisor leads a process group, so Ctrl-C in the user's terminal is for the user's program to handle; it
+stays in the program's session, among whose threads priority.py has effect. However that program ends, the supervisor
+sees it and ends the engine. A forked copy owns nothing: its calls do nothing.
 """
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 python_command(self._module, "--control-fd", theirs.fileno(), "--host-pid", os.getpid()),
                 stdin=subprocess.DEVNULL, stdout=2, env=environment(), pass_fds=(theirs.fileno(),),
-                start_new_session=True)
+                process_group=0)
             self._lifeline.send(Start(config))
 
     def fileno(self) -> int:

@@ -341,6 +341,7 @@ def main(argv: list[str] | None = None, modules: Mapping[str, str] = MODULES) ->
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--host-pid", type=int, required=True)
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)       # it may print from the background; children too
     os.set_inheritable(args.control_fd, False)
     control = Lifeline(socket.socket(fileno=args.control_fd))
     try:

@@ -115,7 +115,19 @@ def test_the_engine_outlives_the_thread_that_started_it(engine: EngineProcess) -
 
 def test_ctrl_c_in_the_users_terminal_does_not_reach_the_engine(engine: EngineProcess) -> None:
     up = engine.start(CONFIG)
-    assert all(os.getsid(pid) != os.getsid(0) for pid in up.pids)
+    assert os.getpgrp() not in {os.getpgid(pid) for pid in up.pids}
+
+
+def test_a_line_printed_in_the_background_stops_no_process(engine: EngineProcess) -> None:
+    """A terminal with `stty tostop` sends SIGTTOU to a group that prints there."""
+    for pid in engine.start(CONFIG).pids:
+        ignored, = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
+        assert int(ignored.split()[1], 16) >> (signal.SIGTTOU - 1) & 1
+
+
+def test_the_engine_stays_in_its_hosts_session(engine: EngineProcess) -> None:
+    """Niceness counts within a session: a helper of low priority in another would make the engine wait."""
+    assert {os.getsid(pid) for pid in engine.start(CONFIG).pids} == {os.getsid(0)}
 
 
 def test_stop_from_another_thread_ends_a_start_that_waits(fakes: Fakes, engine: EngineProcess) -> None:

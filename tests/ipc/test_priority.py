@@ -8,30 +8,34 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
+from ipc.priority import NICENESS, SLICE_NS, give_way, give_way_in_thread
 
-from ipc.priority import NICENESS, give_way, give_way_in_thread
+KERNEL = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
 
 
-def test_the_process_and_its_session_have_a_low_weight() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE,
-                               start_new_session=True)
+def test_a_process_and_its_children_give_way() -> None:
+    fork = "import os, sys; pid = os.fork(); print(pid, flush=True) if pid else sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", f"import sys; sys.stdin.readline(); {fork}; sys.stdin.read()"],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin and process.stdout
     try:
         give_way(process.pid)
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == NICENESS
-        assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
-        group = Path(f"/proc/{process.pid}/autogroup")
-        if not group.exists() or not group.read_text().strip():
-            pytest.skip("this kernel does not group tasks by session")
-        assert group.read_text().endswith(f"nice {NICENESS}\n")
-        assert Path("/proc/self/autogroup").read_text() != group.read_text()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        for pid in (process.pid, int(process.stdout.readline())):
+            assert os.getpriority(os.PRIO_PROCESS, pid) == NICENESS
+            assert os.sched_getscheduler(pid) == os.SCHED_BATCH
+            state = Path(f"/proc/{pid}/sched")
+            if KERNEL >= (6, 12) and state.exists():
+                slices, = (line for line in state.read_text().splitlines() if line.startswith("se.slice"))
+                assert int(slices.split(":")[1]) == SLICE_NS
     finally:
         process.kill()
         process.communicate()
 
 
 def test_a_process_that_has_ended_is_no_error() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     give_way(process.pid)
 
