@@ -79,9 +79,10 @@ def check_sampler(bench: Bench) -> None:
     expected, margins = sample_rows_reference(logits.cpu(), *(c.cpu() for c in columns))
     is_other = (ours.cpu() != expected) & (margins > 1e-5)          # else a rounding decides
     bench.check("sampler: draws", is_other, torch.zeros(rows), 0.0)
-    values, ranks = chosen_logprobs(logits, expected.long().to(bench.device))
-    wanted, places = chosen_logprobs_reference(logits, expected.long().to(bench.device))
+    values, ranks, totals = chosen_logprobs(logits, expected.long().to(bench.device))
+    wanted, places, log_sums = chosen_logprobs_reference(logits, expected.long().to(bench.device))
     bench.check("sampler: log-probabilities", values, wanted, 1e-5)
+    bench.check("sampler: logarithms of sums", totals, log_sums, 1e-5)
     bench.check("sampler: ranks", ranks, places, 0.0)
 
 

@@ -1,4 +1,5 @@
-"""Log-probability and rank of each row's chosen token, from raw logits: two passes, no [L, V] in memory, no host.
+"""Log-probability and rank of each row's chosen token, from raw logits, and what takes any logit of the row to its
+log-probability: two passes, no [L, V] in memory, no host.
 
 log-softmax is value - largest - log(sum exp(x - largest)); the rank counts larger logits, from 1. A program per row.
 Does not know what was sampled why. NaN in a row gives NaN.
@@ -17,7 +18,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def chosen_logprobs_kernel(value_ptr, rank_ptr, logits_ptr, targets_ptr, width, stride, BLOCK: tl.constexpr):
+def chosen_logprobs_kernel(value_ptr, rank_ptr, total_ptr, logits_ptr, targets_ptr, width, stride, BLOCK: tl.constexpr):
     """Grid (L,)."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * stride
@@ -35,22 +36,26 @@ def chosen_logprobs_kernel(value_ptr, rank_ptr, logits_ptr, targets_ptr, width, 
         offsets = start + tl.arange(0, BLOCK)
         values = tl.load(base + offsets, mask=offsets < width, other=float("-inf")).to(tl.float32)
         total += tl.exp(values - top)
-    tl.store(value_ptr + row, own - top - tl.log(tl.sum(total, 0)))
+    log_total = top + tl.log(tl.sum(total, 0))
+    tl.store(value_ptr + row, own - log_total)
+    tl.store(total_ptr + row, log_total)
     tl.store(rank_ptr + row, 1 + tl.sum(above, 0))
 
 
-def chosen_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probabilities float32 [L], ranks int32 [L]) of targets int64 [L] in logits [L, V] of any float dtype."""
+def chosen_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probabilities float32 [L], ranks int32 [L]) of targets int64 [L] in logits [L, V] of any float dtype, and
+    float32 [L]: the logarithm of each row's sum of exponentials."""
     values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    ranks = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    totals, ranks = torch.empty_like(values), torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     if len(logits):
-        chosen_logprobs_kernel[(len(logits),)](values, ranks, logits, targets, logits.shape[1], logits.stride(0),
-                                               BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])), num_warps=8)
-    return values, ranks
+        chosen_logprobs_kernel[(len(logits),)](values, ranks, totals, logits, targets, logits.shape[1],
+                                               logits.stride(0), BLOCK=min(BLOCK, triton.next_power_of_2(
+                                                   logits.shape[1])), num_warps=8)
+    return values, ranks, totals
 
 
-def chosen_logprobs_reference(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def chosen_logprobs_reference(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch."""
-    own = logits.float().gather(1, targets[:, None])
-    values = own.double() - torch.logsumexp(logits.double(), 1, keepdim=True)
-    return values[:, 0].float(), (1 + (logits.float() > own).sum(1)).int()
+    own, totals = logits.float().gather(1, targets[:, None]), torch.logsumexp(logits.double(), 1)
+    values = own[:, 0].double() - totals
+    return values.float(), (1 + (logits.float() > own).sum(1)).int(), totals.float()

@@ -53,7 +53,7 @@ def keep_only(logits: Tensor, entries: np.ndarray, ids: Sequence[np.ndarray]) ->
     mask_bits(logits, *upload([entries.astype(np.int32), words.view(np.int32)], logits.device))
 
 
-def logprobs_of(logits: Tensor, targets: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-    """(targets int64, log-probabilities float32, ranks int32) [L], on the device."""
+def logprobs_of(logits: Tensor, targets: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(targets int64, log-probabilities float32, ranks int32, log of the sum of exponentials) [L], on the device."""
     [index] = upload([targets.astype(np.int64)], logits.device)
     return index, *chosen_logprobs(logits, index)

@@ -28,11 +28,10 @@ def compute_logprobs(logits: Tensor, targets: np.ndarray, num_top: np.ndarray, k
         ids, values, ranks = kernels.logprobs(logits.numpy(), targets, num_top)
     elif placement.on_device(logits):
         from worker.sampling import device_rows
-        index, own, found = device_rows.logprobs_of(logits, targets)
+        index, own, found, totals = device_rows.logprobs_of(logits, targets)
         top = torch.topk(logits, min(int(num_top.max(initial=0)), logits.shape[1]), dim=1)
-        total = logits.gather(1, index[:, None]) - own[:, None]
         ids = torch.cat([index[:, None], top.indices], dim=1).cpu().numpy()
-        values = torch.cat([own[:, None], top.values - total], dim=1).cpu().numpy()
+        values = torch.cat([own[:, None], top.values - totals[:, None]], dim=1).cpu().numpy()
         ranks = found.cpu().numpy().astype(np.int64)
     else:
         index = torch.from_numpy(np.asarray(targets, np.int64)).to(logits.device)[:, None]

@@ -76,10 +76,20 @@ def test_chosen_logprobs_are_the_log_softmax_with_ranks(width: int, dtype: torch
     generator = torch.Generator().manual_seed(width)
     logits = (3 * torch.randn((7, width), generator=generator)).to(dtype)
     targets = torch.randint(0, width, (7,), generator=generator)
-    values, ranks = chosen_logprobs(logits, targets)
-    expected, right = chosen_logprobs_reference(logits, targets)
+    values, ranks, totals = chosen_logprobs(logits, targets)
+    expected, right, log_sums = chosen_logprobs_reference(logits, targets)
     torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(totals, log_sums, atol=2e-5, rtol=1e-5)
     assert torch.equal(ranks, right)
+
+
+def test_a_chosen_token_without_weight_leaves_the_likeliest_their_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "on_device", lambda logits: True)
+    logits = torch.tensor([[0.5, -np.inf, 2.0, 1.0]])
+    found = compute_logprobs(logits, np.array([1]), np.array([2]), None)
+    expected = torch.log_softmax(logits, 1)[0]
+    assert found.ids.tolist() == [[1, 2, 3]] and found.ranks.tolist() == [4] and found.values[0, 0] == -np.inf
+    np.testing.assert_allclose(found.values[0, 1:], expected[[2, 3]], atol=1e-5)
 
 
 def test_penalties_change_the_tokens_that_were_seen_and_no_others() -> None:
