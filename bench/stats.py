@@ -64,6 +64,8 @@ class RequestRecord:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0  # from usage; a chunk may hold several tokens
     has_usage: bool = False
+    text: str = ""  # what was said, reasoning and tool calls left out
+    queue_s: float = 0.0  # since it was due, because of the limit of requests in flight
     error: str = ""
 
     @property
@@ -145,41 +147,3 @@ def serving_figures(records: Sequence[RequestRecord], concurrency: int, has_arri
         "itl_s": summary(gaps),
         "e2e_s": summary([r.end - r.start for r in good]),
     }
-
-
-def print_serving_report(figures: dict[str, Any], concurrency: int, request_rate: float = 0.0) -> None:
-    """The figures for people, under the names other serving benchmarks print, so that the same scripts read them."""
-
-    def show(label: str, value: float | str | None) -> None:
-        text = "n/a" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-        print(f"{label + ':':<40} {text}")
-
-    print(" Serving Benchmark Result ".center(50, "="))
-    show("Successful requests", figures["successful_requests"])
-    show("Failed requests", figures["failed_requests"])
-    show("Maximum request concurrency", concurrency)
-    if request_rate:
-        show("Request rate configured (RPS)", request_rate)
-    if figures["successful_requests"]:
-        show("Benchmark duration (s)", figures["duration_s"])
-        show("Total input tokens", figures["prompt_tokens"])
-        show("Total cached input tokens", figures["cached_tokens"])
-        show("Total generated tokens", figures["output_tokens"])
-        show("Request throughput (req/s)", figures["request_s"])
-        show("Output token throughput (tok/s)", figures["output_tok_s"])
-        show("Total token throughput (tok/s)", figures["total_tok_s"])
-        show("Prefill estimate (tok/s)", figures["prefill_tok_s"])
-        show("Decode, all requests decoding (tok/s)", figures["decode_tok_s"])
-        for key, short, title in (
-            ("ttft_s", "TTFT", "Time to First Token"),
-            ("tpot_s", "TPOT", "Time per Output Token (excl. 1st token)"),
-            ("itl_s", "ITL", "Inter-token Latency"),
-            ("e2e_s", "E2EL", "End-to-end Latency"),
-        ):
-            print(title.center(50, "-"))
-            for name, figure in (("Mean", "mean"), ("Median", "p50"), ("P90", "p90"), ("P99", "p99")):
-                value = figures[key][figure]
-                show(f"{name} {short} (ms)", None if value is None else value * 1000)
-    print("=" * 50)
-    if figures["first_error"]:
-        print(f"first error: {figures['first_error']}")

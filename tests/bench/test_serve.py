@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
-from bench.serve import main, make_prompts, parse_args, split_response
+from bench.load_client import split_response
+from bench.load_options import parse_args
+from bench.load_prompts import random_prompts
+from bench.serve import main
+from bench.serving_report import flat_figures, num_good, peak_requests, peak_tokens, result_file
 from bench.stats import RequestRecord, decode_rate, percentile, prefill_rate, serving_figures, summary
 
 Answer = Callable[[dict[str, Any]], tuple[int, list[bytes]]]  # request body -> status, body pieces
@@ -230,9 +234,9 @@ def test_json_file_holds_the_last_line(
 
 def test_same_seed_gives_the_same_prompts_and_a_shared_prefix() -> None:
     options = ["--prompt-tokens", "8-48", "--output-tokens", "8-40", "--shared-prefix", "192", "--num-requests", "16"]
-    prompts = make_prompts(parse_args(options))
-    assert prompts == make_prompts(parse_args(options))
-    assert prompts != make_prompts(parse_args([*options, "--seed", "1"]))
+    prompts = random_prompts(parse_args(options))
+    assert prompts == random_prompts(parse_args(options))
+    assert prompts != random_prompts(parse_args([*options, "--seed", "1"]))
     assert len({tuple(ids[:192]) for ids, _ in prompts}) == 1
     assert all(200 <= len(ids) <= 240 and 8 <= max_tokens <= 40 for ids, max_tokens in prompts)
 
@@ -276,15 +280,29 @@ def test_options_of_other_benchmarks_mean_the_same(tmp_path: Path) -> None:
     theirs.backend, theirs.ignore_eos = ours.backend, ours.ignore_eos
     assert theirs == ours
     chat = parse_args("--backend openai-chat --random-input-len 100 --random-range-ratio 0.5 --save-result".split())
-    assert (chat.endpoint, chat.prompt_tokens, chat.json) == ("chat", (50, 150), "bench-serve.json")
+    assert (chat.endpoint, chat.prompt_tokens, chat.is_limited) == ("chat", (50, 150), True)
+    assert str(result_file(chat, "org/name")).startswith("openai-chat-infqps-concurrency8-name-")
     named = parse_args(["--model", "org/name", "--served-model-name", "short", "--result-dir", str(tmp_path / "new"),
                         "--result-filename", "a.json"])
-    assert (named.model, named.json) == ("short", str(tmp_path / "new/a.json")) and (tmp_path / "new").is_dir()
+    assert (named.model, result_file(named, "short")) == ("short", tmp_path / "new/a.json")
+    assert (tmp_path / "new").is_dir()
+    both = parse_args(["--random-range-ratio", '{"input": 0.25, "output": 0.5}', "--output-len", "9"])
+    assert (both.prompt_tokens, both.output_tokens) == ((192, 320), (4, 14))
+    rated = parse_args("--request-rate 2.5 --num-prompts 9 --label new --save-result".split())
+    assert (rated.concurrency, rated.is_limited) == ([9], False)        # a rate alone limits nothing
+    assert str(result_file(rated, "m")).startswith("new-2.5qps-m-")
+    assert parse_args(["--request-rate", "inf"]).concurrency == [32]
 
 
 @pytest.mark.parametrize(("options", "text"), [
     (["--plot", "x.png"], "name several"), (["--endpoint", "/v1/embeddings"], "is not completions, chat"),
-    (["--random-range-ratio", "1"], "allowed is 0 to below 1"), (["--concurrency", "1,0"], "0 is below 1")])
+    (["--random-range-ratio", "1"], "allowed is 0 to below 1"), (["--concurrency", "1,0"], "0 is below 1"),
+    (["--goodput", "itl:5"], "names no metric of requests"), (["--percentile-metrics", "ttft,x"], "'x' is not one of"),
+    (["--metric-percentiles", "101"], "outside 0 to 100"), (["--burstiness", "0"], "must be above 0"),
+    (["--dataset-name", "sharegpt"], "goes with --dataset-name"), (["--header", "x"], "is not KEY=VALUE"),
+    (["--header", "x=a\r\ny: b"], "is not KEY=VALUE"), (["--extra-body", "[]"], "is no JSON object"),
+    (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"), (["--ramp-up-end-rps", "1"], "go with --ramp-up"),
+    (["--ramp-up-strategy", "linear", "--request-rate", "1"], "exclude each other")])
 def test_options_that_make_no_sense_exit_with_two(options: list[str], text: str,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
@@ -315,3 +333,161 @@ def test_an_old_result_that_cannot_be_read_stops_before_the_load(
 ) -> None:
     server = serve(completion)
     assert main(["--base-url", server.url, "--compare", "/nowhere.json"]) == 2 and server.bodies == []
+
+
+def test_options_of_the_request_reach_its_body_and_headers(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve(completion)
+    code, result, _ = run(server, capsys, "--temperature", "0.5", "--top-p", "0.9", "--top-k", "7", "--min-p", "0.1",
+                          "--extra-body", '{"top_k": 8, "chat_template_kwargs": {"enable_thinking": false}}',
+                          "--logprobs", "2", "--header", "x-a=1", "Authorization=Basic b", "--api-key", "k",
+                          "--request-id-prefix", "run-", "--warmup", "0")
+    body = server.bodies[-1]
+    assert code == 0 and {name: body[name] for name in ("temperature", "top_p", "top_k", "min_p", "logprobs")} == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 8, "min_p": 0.1, "logprobs": 2}
+    assert body["chat_template_kwargs"] == {"enable_thinking": False} and result["load"]["fields"]["top_k"] == 8
+    assert all("X-A: 1\r\n" in head and "Authorization: Basic b\r\n" in head for head in server.heads)
+    ids = [head.split("X-Request-Id: ")[1].split("\r\n")[0] for head in server.heads if "X-Request-Id" in head]
+    assert sorted(ids) == [f"run-{number}" for number in range(5)]
+
+
+def test_a_chat_asks_for_logprobs_in_its_own_shape(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve(lambda body: (400, [b"no"]))
+    run(server, capsys, "--backend", "openai-chat", "--logprobs", "3", "--chat-template-kwargs", '{"a": 1}')
+    assert (server.bodies[0]["logprobs"], server.bodies[0]["top_logprobs"]) == (True, 3)
+    assert server.bodies[0]["chat_template_kwargs"] == {"a": 1}
+
+
+def two_records() -> list[RequestRecord]:
+    """100 ms to the first token and 50 ms per token; 900 ms and 20 ms. They overlap from 0.1 to 0.25 s."""
+    quick = RequestRecord(4, start=0.0, end=0.25, token_times=[0.1, 0.15, 0.2, 0.25], num_output_tokens=4)
+    late = RequestRecord(3, start=0.1, end=1.04, token_times=[1.0, 1.02, 1.04], num_output_tokens=3, queue_s=0.05)
+    return [quick, late]
+
+
+def test_goodput_counts_requests_that_meet_every_objective() -> None:
+    assert num_good(two_records(), {"ttft": 500}) == 1
+    assert num_good(two_records(), {"tpot": 50.001}) == 2
+    assert num_good(two_records(), {"ttft": 500, "tpot": 30}) == 0
+    assert num_good(two_records(), {"e2el": 1000}) == 2
+
+
+def test_peaks_are_of_one_second_and_of_one_moment() -> None:
+    assert (peak_tokens(two_records()), peak_requests(two_records())) == (4.0, 2)
+    late = [RequestRecord(2, start=5.0, end=6.0, token_times=[5.5, 6.0], num_output_tokens=9)]
+    assert (peak_tokens(late), peak_requests(late)) == (8.0, 1)      # a chunk of eight tokens in the second second
+
+
+def test_a_result_has_the_keys_of_vllm_for_the_metrics_and_percentiles_that_were_named() -> None:
+    args = parse_args("--percentile-metrics ttft,e2el_including_client_queue --metric-percentiles 25,99.9 --goodput "
+                      "ttft:500 --request-rate 4 --max-concurrency 2 --metadata version=3 tp=1 --label x".split())
+    flat = flat_figures(args, "m", two_records(), 2, 2.0)
+    assert (flat["version"], flat["tp"], flat["label"], flat["backend"]) == ("3", "1", "x", "openai")
+    assert (flat["completed"], flat["failed"], flat["duration"], flat["request_rate"]) == (2, 0, 2.0, 4.0)
+    assert (flat["total_output_tokens"], flat["output_throughput"], flat["request_goodput"]) == (7, 3.5, 0.5)
+    assert (flat["mean_ttft_ms"], flat["p25_ttft_ms"]) == (pytest.approx(500), pytest.approx(300))
+    assert flat["std_ttft_ms"] == pytest.approx(400) and flat["p99.9_ttft_ms"] == pytest.approx(899.2)
+    assert flat["median_e2el_including_client_queue_ms"] == pytest.approx(620)
+    assert not any("tpot" in name or "itl_" in name for name in flat)
+    assert (flat["ttfts"], flat["output_lens"], flat["errors"]) == ([0.1, 0.9], [4, 3], ["", ""])
+
+
+def test_a_saved_result_has_details_only_where_they_are_asked_for(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server, file = serve(completion), tmp_path / "r.json"
+    options = ["--result-dir", str(tmp_path), "--result-filename", "r.json", "--goodput", "e2el:60000"]
+    _, result, text = run(server, capsys, *options, "--save-result", "--metric-percentiles", "50,95")
+    for line in ("Traffic request rate: inf", "Maximum request concurrency: 3", "Burstiness factor: 1.0 (Poisson"):
+        assert line in text
+    for line in ("Request goodput (req/s):", "Peak output token throughput (tok/s):", "P95 E2EL (ms):"):
+        assert line in text
+    assert "P99" not in text and json.loads(file.read_text()) == result and "ttfts" not in result
+    run(server, capsys, *options, "--save-result", "--append-result", "--save-detailed")
+    first, second = map(json.loads, file.read_text().splitlines())
+    assert "ttfts" not in first and second["generated_texts"] == ["xxxxxx"] * 5 and len(second["itls"][0]) == 5
+
+
+def test_a_rate_alone_lets_requests_pile_up_and_a_limit_makes_them_wait_in_the_client(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    unlimited = serve(completion)
+    small = ["--prompt-tokens", "16", "--output-tokens", "40", "--num-requests", "12", "--warmup", "0"]
+    assert main(["--base-url", unlimited.url, *small, "--request-rate", "10000"]) == 0
+    assert unlimited.max_open > 8 and "Maximum request concurrency: None" in capsys.readouterr().out
+    limited = serve(completion)
+    names = "client_queue_time,e2el_including_client_queue"
+    main(["--base-url", limited.url, *small, "--request-rate", "10000", "--concurrency", "2",
+          "--percentile-metrics", names])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert limited.max_open == 2 and result["p99_client_queue_time_ms"] > result["median_client_queue_time_ms"] > 10
+
+
+def test_a_server_that_is_not_ready_yet_is_waited_for(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[int] = []
+
+    def answer(body: dict[str, Any]) -> tuple[int, list[bytes]]:
+        calls.append(1)
+        return (503, [b"loading"]) if len(calls) == 1 else completion(body)
+
+    assert run(serve(answer), capsys, "--ready-check-timeout-sec", "20")[0] == 0
+    calls.clear()
+    assert run(serve(answer), capsys)[1]["first_error"].endswith("HTTP 503: loading")
+
+
+def words(body: dict[str, Any]) -> tuple[int, list[bytes]]:
+    """A server whose tokens are words; its chat template puts one in front."""
+    if "max_tokens" in body:
+        return completion(body)
+    if "messages" in body:
+        return 200, [json.dumps({"tokens": [1] + [2] * len(body["messages"][0]["content"].split())}).encode()]
+    return 200, [json.dumps({"tokens": [2] * len(body["prompt"].split())}).encode()]
+
+
+def conversation(prompt: str, answer: str) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": answer}]}
+
+
+def test_conversations_of_a_sharegpt_file_are_prompts_and_lengths(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps([conversation("one two three four", "1 2 3 4 5"), conversation("too short", "1 2 3 4 5"),
+                                conversation("five six seven eight", "no no"), {"conversations": []},
+                                conversation("w " * 1025, "1 2 3 4"), conversation("a b c d e", "1 2 3 4 5 6 7")]))
+    server = serve(words)
+    options = ["--dataset-name", "sharegpt", "--dataset-path", str(file), "--base-url", server.url, "--warmup", "0"]
+    assert main([*options, "--num-prompts", "6", "--disable-shuffle"]) == 0
+    sent = [(body["prompt"], body["max_tokens"]) for body in server.bodies if body.get("max_tokens", 1) > 1]
+    assert sent[:2] == [("one two three four", 5), ("a b c d e", 7)] and len(sent) == 6 and len(set(sent)) == 2
+    assert "ignore_eos" not in server.bodies[-1]
+    server.bodies.clear()
+    assert main([*options, "--num-prompts", "6", "--output-len", "3", "--no-oversample", "--ignore-eos"]) == 0
+    sent = [(body["prompt"], body["max_tokens"]) for body in server.bodies if body.get("max_tokens", 1) > 1]
+    assert sorted(sent) == [("a b c d e", 3), ("five six seven eight", 3), ("one two three four", 3)]
+    assert server.bodies[-1]["ignore_eos"] is True
+    capsys.readouterr()
+
+
+def test_lines_of_a_file_of_ones_own_go_through_the_chat_template_of_the_server(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "c.jsonl"
+    file.write_text('{"prompt": "a b", "output_tokens": 4}\n\n{"prompt": "c"}\n')
+    server = serve(words)
+    options = ["--dataset-name", "custom", "--dataset-path", str(file), "--base-url", server.url, "--warmup", "0",
+               "--num-prompts", "2", "--disable-shuffle", "--concurrency", "1"]
+    assert main([*options, "--custom-output-len", "6"]) == 0
+    sent = [(body["prompt"], body["max_tokens"]) for body in server.bodies if body.get("max_tokens", 1) > 1]
+    assert sent == [([1, 2, 2], 6), ([1, 2], 6)]
+    server.bodies.clear()
+    assert main([*options, "--skip-chat-template", "--output-len", "5"]) == 0
+    assert [(body["prompt"], body["max_tokens"]) for body in server.bodies[-2:]] == [("a b", 5), ("c", 5)]
+    capsys.readouterr()
+    assert main([*options, "--custom-output-len", "-1"]) == 1           # the second line does not say how long
+    assert "output_tokens (integer above 0)" in capsys.readouterr().err
