@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"plot: {args.plot}")
         except ValueError as error:
             print(f"bench serve: {error}", file=sys.stderr)
-    file = result_file(args, result.get("model") or args.model or "default")
+    file = result_file(args, result["model"]) if "model" in result else None
     if file is not None:
         try:
             save_result(args, result, file)

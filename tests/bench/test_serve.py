@@ -217,9 +217,10 @@ def test_a_failed_request_gives_exit_code_1_and_its_text(
 
 
 def test_absent_server_gives_exit_code_1_and_still_a_json_line(
-    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code = main(["--base-url", "http://127.0.0.1:1", "--num-requests", "1"])
+    code = main(["--base-url", "http://127.0.0.1:1", "--save-result", "--result-dir", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []                # nothing was measured
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (code, result["successful_requests"]) == (1, 0)
     assert "http://127.0.0.1:1" in result["first_error"]
