@@ -1,10 +1,13 @@
 """Whether a program is worth waking the team for: measured, per program and number of rows.
 
 Waking a thread and waiting for it costs tens of microseconds, more while other processes use its core; a small step is
-done sooner by the calling thread alone. Both ways give the same bits, so the choice may change at any time.
+done sooner by the calling thread alone. A step that takes longer is always the team's: what the team gains is then far
+more than waking costs, and a clock that meets another process's work, or a context that has grown since, would mislead.
+Both ways give the same bits, so the choice may change at any time.
 """
 from __future__ import annotations
 
+SMALL_NS = 1_000_000                            # of the team; a longer step is not tried alone
 TRIALS = 4                                      # of each way before the first choice
 RETRY_EVERY = 128                               # steps after which the other way is tried again
 SMOOTHING = 0.25
@@ -21,6 +24,8 @@ class ThreadChoice:
         """Whether to run without the team now."""
         bucket = rows.bit_length()
         costs, counts = self._costs.setdefault(bucket, [0.0, 0.0]), self._counts.setdefault(bucket, [0, 0])
+        if costs[0] > SMALL_NS:
+            return False
         for way in (0, 1):
             if counts[way] < TRIALS:
                 return bool(way)
