@@ -1,6 +1,7 @@
 """Text and clients: tokenizer, chat template, detokenizer, stop strings, the Python API and the HTTP server.
 
-Knows no tensors and no blocks. `AsyncLLM`, `LLM` and `SamplingParams` are what a Python program imports from here.
+Knows no tensors and no blocks. `AsyncLLM`, `LLM`, `SamplingParams` and `StructuredOutputs` are what a Python program
+imports from here.
 """
 try:
     from ipc.shadow import check_not_shadowed
@@ -17,5 +18,7 @@ from frontend.async_llm import AsyncLLM  # noqa: E402
 from frontend.llm import LLM  # noqa: E402
 from frontend.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput  # noqa: E402
 from ipc.sampling_params import SamplingParams  # noqa: E402
+from ipc.structured_outputs import StructuredOutputs  # noqa: E402
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "PoolingRequestOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
+           "StructuredOutputs"]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ipc.errors import RequestError
-from ipc.structured_outputs import StructuredOutputs
+from ipc.structured_outputs import StructuredOutputs, read_structured_outputs
 
 MAX_N = 128                 # choices of one request
 MAX_STOP_STRINGS = 32
@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     prompt_logprobs: int | None = None          # the same for the prompt; its cached prefix is then not reused
     pooling: str = ""                           # "last" or "mean": a vector instead of tokens; set by encode()
     pooling_normalize: bool = True              # the vector has length 1
-    structured_outputs: StructuredOutputs | None = None     # the form that the output must have
+    structured_outputs: StructuredOutputs | None = None     # form of the output; a dict of its fields is taken, too
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -110,9 +110,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.pooling not in POOLING_KINDS:
             raise RequestError(f"pooling is {_show(self.pooling)}; allowed are last and mean", "pooling")
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
-            raise RequestError(f"structured_outputs must be a StructuredOutputs, not {_show(self.structured_outputs)}",
-                               "structured_outputs")
+        if self.structured_outputs is not None:
+            msgspec.structs.force_setattr(self, "structured_outputs", read_structured_outputs(self.structured_outputs))
         if self.pooling and (self.max_tokens != 1 or self.n != 1):
             raise RequestError("a pooling request puts out no tokens; leave n at 1 and max_tokens at 1", "pooling")
 

@@ -37,12 +37,12 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{0,24}"
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """One form. Field names are vLLM's. Raises RequestError that names the field."""
-    json: str | None = None                     # text of a JSON schema
+    json: str | dict[str, Any] | None = None    # a JSON schema or the text of one; kept as text
     regex: str | None = None                    # the whole output matches it
     choice: list[str] | None = None             # the output is one of them
     grammar: str | None = None                  # Lark or GBNF
     json_object: bool | None = None             # any JSON object
-    structural_tag: str | None = None           # JSON text: {"structures": [{begin, schema, end}], "triggers": [...]}
+    structural_tag: str | dict[str, Any] | None = None  # {"structures": [{begin, schema, end}], "triggers": [...]}, so
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not None and getattr(self, name) is not False]
@@ -51,6 +51,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
                                f"{', '.join(KINDS)}", "structured_outputs")
         name = given[0]
         value = getattr(self, name)
+        if name in ("json", "structural_tag") and isinstance(value, dict):
+            value = _json_text(name, value)
+            msgspec.structs.force_setattr(self, name, value)
         if name == "choice":
             _check_choice(value)
         elif name == "json_object":
@@ -63,6 +66,28 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     def kind(self) -> str:
         """Which form it is."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+
+def read_structured_outputs(value: Any) -> StructuredOutputs:
+    """A form given as such or as a dict of its fields. Raises RequestError."""
+    if isinstance(value, StructuredOutputs):
+        return value
+    field = "structured_outputs"
+    if not isinstance(value, dict):
+        raise RequestError(f"structured_outputs must be a StructuredOutputs or a dict of its fields, not "
+                           f"{repr(value)[:60]}", field)
+    unknown = next((name for name in value if name not in KINDS), None)
+    if unknown is not None:
+        raise RequestError(f"structured_outputs.{str(unknown)[:60]} is not supported; known are {', '.join(KINDS)}",
+                           field)
+    return StructuredOutputs(**value)
+
+
+def _json_text(name: str, value: dict[str, Any]) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{name} is no JSON: {error}", f"structured_outputs.{name}") from None
 
 
 def _check_choice(value: Any) -> None:
@@ -141,7 +166,7 @@ def grammar_text(spec: StructuredOutputs, to_lark: Callable[[str], str]) -> str:
     return _lark_grammar(_tag_lark(spec.structural_tag or ""))
 
 
-def _read_schema(text: str) -> Any:
+def _read_schema(text: Any) -> Any:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -184,7 +209,7 @@ def _regex(pattern: str) -> str:
     return "/" + "".join(parts) + "/"
 
 
-def _tag_lark(text: str) -> str:
+def _tag_lark(text: Any) -> str:
     """Free text, in which each trigger starts one of its tags: begin, a value of its schema, end."""
     try:
         value = json.loads(text)

@@ -86,6 +86,7 @@ def test_the_library_checks_grammars_too(engine):
             text = output.outputs[0].text
         return text
     assert engine.loop.run(ask(choice=["red", "blue"])) in ("red", "blue")
+    assert engine.loop.run(ask(json={"enum": [17]})).strip() == "17"
     with pytest.raises(RequestError, match="regex"):
         engine.loop.run(ask(regex="["))
 
