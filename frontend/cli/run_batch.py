@@ -1,14 +1,17 @@
-"""`launch.py run-batch`: answer an OpenAI batch file with an engine of this program.
+"""`launch.py run-batch`: answer an OpenAI batch file with an engine of this program, or with a running server.
 
     python launch.py run-batch -i requests.jsonl -o answers.jsonl --model qwen3-0.6b
+    python launch.py run-batch -i requests.jsonl -o answers.jsonl --url http://127.0.0.1:8000
 
-Every request passes through the application that also serves HTTP, so a line gets the answer, or the error, that the
+An engine is called through the application that also serves HTTP, so a line gets the answer, or the error, that the
 same call to a server would get. Interrupted or ended for whatever reason, the same command goes on where it was: ids
 that the output file answers are skipped. A request that only failed because the engine ended is not answered.
 """
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, BinaryIO
@@ -17,8 +20,10 @@ from tqdm import tqdm
 
 from frontend.async_llm import AsyncLLM
 from frontend.cli.batch_file import BatchRequest, Output, check_input, error_body, error_object, open_input, requests
+from frontend.cli.batch_server import ServerCalls
 from frontend.cli.common import (StartError, UsageError, engine_config, make_command_parser,
-                                 parse_command, run_command, say)
+                                 parse_command, run_command, say, server_api_key)
+from frontend.cli.source import ServerSource
 from frontend.openai.app import build_app
 from ipc.aliases import DEMO_ALIAS
 from ipc.config import EngineConfig
@@ -26,9 +31,12 @@ from ipc.errors import EngineDeadError
 from ipc.screen import Screen
 
 Application = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
+Call = Callable[[BatchRequest], Awaitable[tuple[int, str, bytes]]]      # -> status, request id, body
 
 RETRY_S = 0.5                                    # after "too many requests", which is our own load
+RETRIED = (429, 502, 503, 504)
 MOST_IN_FLIGHT = 1024
+DEFAULT_IN_FLIGHT = 64                           # on a server, whose number of rows we do not know
 
 
 class Totals:
@@ -38,7 +46,7 @@ class Totals:
         self.num_ok = self.num_failed = self.num_skipped = 0
 
 
-async def call(app: Application, request: BatchRequest) -> tuple[int, str, bytes]:
+async def call_application(app: Application, request: BatchRequest) -> tuple[int, str, bytes]:
     """(status, request id, body) of one call of the application, as an HTTP server would make it."""
     status, request_id, parts = 500, "", [b""]
     messages = iter([{"type": "http.request", "body": bytes(request.body), "more_body": False}])
@@ -81,7 +89,7 @@ def refusal(request: BatchRequest) -> tuple[int, bytes] | None:
     return None
 
 
-async def answer(app: Application, is_dead: Callable[[], bool], request: BatchRequest, output: Output,
+async def answer(call: Call, is_dead: Callable[[], bool], request: BatchRequest, output: Output,
                  totals: Totals) -> None:
     """One line of the output. Raises EngineDeadError, and writes nothing, when the engine has ended."""
     refused = refusal(request)
@@ -90,10 +98,10 @@ async def answer(app: Application, is_dead: Callable[[], bool], request: BatchRe
         totals.num_failed += 1
         return
     while True:
-        status, request_id, body = await call(app, request)
-        if status == 503 and is_dead():
+        status, request_id, body = await call(request)
+        if status in RETRIED[1:] and is_dead():
             raise EngineDeadError(error_object(status, body)["message"])
-        if status not in (429, 503):
+        if status not in RETRIED:
             break
         await asyncio.sleep(RETRY_S)             # a bounded queue (it is our own load), or a process that is restarted
     if not body.lstrip().startswith(b"{"):       # a stream has no place in a line
@@ -104,7 +112,7 @@ async def answer(app: Application, is_dead: Callable[[], bool], request: BatchRe
     totals.num_failed += status >= 400
 
 
-async def run_all(app: Application, is_dead: Callable[[], bool], lines: Iterator[tuple[int, BatchRequest]],
+async def run_all(call: Call, is_dead: Callable[[], bool], lines: Iterator[tuple[int, BatchRequest]],
                   output: Output, totals: Totals, max_concurrency: int, on_done: Callable[[], object]) -> None:
     """All requests that the output does not answer yet, `max_concurrency` at once, in the order of the file."""
     running: set[asyncio.Task[None]] = set()
@@ -123,7 +131,7 @@ async def run_all(app: Application, is_dead: Callable[[], bool], lines: Iterator
                 totals.num_skipped += 1
                 on_done()
                 continue
-            running.add(asyncio.create_task(answer(app, is_dead, request, output, totals)))
+            running.add(asyncio.create_task(answer(call, is_dead, request, output, totals)))
             await settle(max_concurrency - 1)
         await settle(0)
     finally:
@@ -132,8 +140,26 @@ async def run_all(app: Application, is_dead: Callable[[], bool], lines: Iterator
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def run(config: EngineConfig, file: BinaryIO, output: Output, num_requests: int, max_concurrency: int,
-              screen: Screen, totals: Totals) -> None:
+async def run_file(call: Call, is_dead: Callable[[], bool], file: BinaryIO, output: Output, num_requests: int,
+                   max_concurrency: int, totals: Totals) -> None:
+    """Answer the file, with a progress bar."""
+    file.seek(0)
+    with tqdm(total=num_requests, desc="requests", disable=None) as bar:    # none off a terminal
+        await run_all(call, is_dead, requests(file), output, totals, max_concurrency, bar.update)
+
+
+async def run_on_server(source: ServerSource, file: BinaryIO, output: Output, num_requests: int, max_concurrency: int,
+                        totals: Totals) -> None:
+    """Answer the file with a running server."""
+    calls = ServerCalls(source, max_concurrency)
+    try:
+        await run_file(calls, calls.is_dead, file, output, num_requests, max_concurrency, totals)
+    finally:
+        calls.close()
+
+
+async def run_on_engine(config: EngineConfig, file: BinaryIO, output: Output, num_requests: int, max_concurrency: int,
+                        screen: Screen, totals: Totals) -> None:
     """Start the engine, answer the file."""
     llm = AsyncLLM(config=config, on_phase=lambda phase: screen.phase(phase.role, phase))
     try:
@@ -141,10 +167,8 @@ async def run(config: EngineConfig, file: BinaryIO, output: Output, num_requests
     except EngineDeadError as error:
         raise StartError(str(error)) from None
     try:
-        file.seek(0)
-        with tqdm(total=num_requests, desc="requests", disable=None) as bar:    # none off a terminal
-            await run_all(build_app(llm), lambda: bool(llm.status()["dead"]), requests(file), output, totals,
-                          max_concurrency, bar.update)
+        await run_file(functools.partial(call_application, build_app(llm)), lambda: bool(llm.status()["dead"]), file,
+                       output, num_requests, max_concurrency, totals)
     finally:
         await llm.close()
 
@@ -155,31 +179,40 @@ def main(argv: list[str]) -> int:
     group.add_argument("-o", "--output-file", metavar="FILE", help="answers; those it has are kept; -: standard output")
     group.add_argument("--overwrite", action="store_true", default=False, help="start anew instead of going on")
     group.add_argument("--max-concurrency", type=int, metavar="N",
-                       help="requests given to the engine at once (default: twice --max-num-seqs)")
+                       help="requests given out at once (default: twice --max-num-seqs; with --url "
+                       f"{DEFAULT_IN_FLIGHT})")
+    group.add_argument("--url", help="use this server, which runs, instead of starting an engine")
+    group.add_argument("--api-key", default="", metavar="KEY", help="of the server (default: THREEFOLD_API_KEY)")
 
     def command() -> int:
         model, engine, own = parse_command(parser, argv)
         for name in ("input_file", "output_file"):
             if name not in own:
                 raise UsageError(f"--{name.replace('_', '-')} is missing; try -i requests.jsonl -o answers.jsonl")
-        file = open_input(own["input_file"])
-        num_requests = check_input(file)
-        output = Output(own["output_file"], overwrite=own["overwrite"])
+        url, most = own.get("url"), own.get("max_concurrency")
+        if url and (model or engine):
+            name = "model" if model else next(iter(engine)).replace("_", "-")
+            raise UsageError(f"--url uses a server that runs; --{name} is for starting an engine: drop one of them")
+        if most is not None and not 1 <= most <= MOST_IN_FLIGHT:
+            raise UsageError(f"--max-concurrency is {most}; allowed are 1 to {MOST_IN_FLIGHT}")
         screen, totals = Screen(), Totals()
-        options = {"log_level": "warning", **engine}
-        config = engine_config(model or DEMO_ALIAS, options, screen)
-        most = own.get("max_concurrency") or min(2 * config.scheduler.max_num_seqs, MOST_IN_FLIGHT)
-        if most < 1:
-            raise UsageError(f"--max-concurrency is {most}; it must be at least 1")
-        try:
-            asyncio.run(run(config, file, output, num_requests, most, screen, totals))
-        except (KeyboardInterrupt, EngineDeadError):
-            num_left = num_requests - len(output.done)
-            say(f"{num_left} of {num_requests} requests are not answered yet; the same command goes on with them")
-            raise
-        finally:
-            output.close()
-            file.close()
+        with contextlib.ExitStack() as files:
+            file = files.enter_context(open_input(own["input_file"]))
+            num_requests = check_input(file)
+            output = files.enter_context(contextlib.closing(Output(own["output_file"], overwrite=own["overwrite"])))
+            if url:
+                source = ServerSource(url, api_key=server_api_key(own))
+                running = run_on_server(source, file, output, num_requests, most or DEFAULT_IN_FLIGHT, totals)
+            else:
+                config = engine_config(model or DEMO_ALIAS, {"log_level": "warning", **engine}, screen)
+                most = most or min(2 * config.scheduler.max_num_seqs, MOST_IN_FLIGHT)
+                running = run_on_engine(config, file, output, num_requests, most, screen, totals)
+            try:
+                asyncio.run(running)
+            except (KeyboardInterrupt, EngineDeadError):
+                num_left = num_requests - len(output.done)
+                say(f"{num_left} of {num_requests} requests are not answered yet; the same command goes on with them")
+                raise
         say(f"{totals.num_ok} answered, {totals.num_failed} refused, {totals.num_skipped} were answered before: "
             f"{own['output_file']}")
         return 0

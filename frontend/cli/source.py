@@ -60,29 +60,30 @@ class ServerSource:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise StartError(f"--url is {url!r}; write it like {DEFAULT_URL}")
-        self._parts, self._root = parts, parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        self._headers = {"Content-Type": "application/json"}
+        self._parts, self.root = parts, parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self.headers = {"Content-Type": "application/json"}
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self.headers["Authorization"] = f"Bearer {api_key}"
         self.where = f"{parts.scheme}://{parts.netloc}"
         try:
-            with contextlib.closing(self._connect(timeout_s)) as connection:
-                connection.request("GET", f"{self._root}/models", headers=self._headers)
+            with contextlib.closing(self.connect(timeout_s)) as connection:
+                connection.request("GET", f"{self.root}/models", headers=self.headers)
                 response = connection.getresponse()
                 data = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise StartError(f"no server answers at {self.where}: {error or type(error).__name__}; start one with "
                              "python launch.py --model MODEL, or leave out --url") from None
         if response.status != 200:
-            raise StartError(f"{self.where}{self._root}/models answered {_error_text(response.status, data)}")
+            raise StartError(f"{self.where}{self.root}/models answered {_error_text(response.status, data)}")
         try:
             self.models = [str(card["id"]) for card in json.loads(data)["data"]]
         except (ValueError, KeyError, TypeError):
-            raise StartError(f"{self.where}{self._root}/models is no list of models; is this an OpenAI-compatible "
+            raise StartError(f"{self.where}{self.root}/models is no list of models; is this an OpenAI-compatible "
                              "server?") from None
         self.name = model or (self.models[0] if self.models else "default")
 
-    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+    def connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        """A new connection; requests go below `root`, with `headers`."""
         host, port = self._parts.hostname or "", self._parts.port
         if self._parts.scheme == "https":
             return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=ssl.create_default_context())
@@ -97,9 +98,9 @@ class ServerSource:
     def _stream(self, path: str, fields: dict[str, Any]) -> Iterator[Piece]:
         """One answer. The connection is closed when the iterator is: the server then aborts the request."""
         body = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **fields}
-        with contextlib.closing(self._connect(ANSWER_S)) as connection:
+        with contextlib.closing(self.connect(ANSWER_S)) as connection:
             try:
-                connection.request("POST", self._root + path, json.dumps(body), self._headers)
+                connection.request("POST", self.root + path, json.dumps(body), self.headers)
                 response = connection.getresponse()
                 if response.status != 200:
                     data = response.read(20_000)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import json
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from frontend.cli import run_batch
 from frontend.cli.batch_file import Output, check_input, open_input, requests
 from frontend.cli.common import UsageError
-from frontend.cli.run_batch import Totals, run_all
+from frontend.cli.run_batch import Totals, call_application, run_all
 from frontend.openai.app import build_app
 from ipc.errors import EngineDeadError, OverloadedError
 from tests.frontend.fake_llm import FakeLLM, answer_text
@@ -37,7 +38,8 @@ def answer_all(llm: FakeLLM, source: str, target: str, max_concurrency: int = 4,
         with open_input(source) as file:
             check_input(file)
             file.seek(0)
-            asyncio.run(run_all(build_app(llm), is_dead, requests(file), output, totals, max_concurrency, lambda: None))
+            call = functools.partial(call_application, build_app(llm))
+            asyncio.run(run_all(call, is_dead, requests(file), output, totals, max_concurrency, lambda: None))
     finally:
         output.close()
     return totals, read(target)
