@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from frontend.chat_template import ChatTemplate
+from frontend.chat_template import ChatTemplate, has_thinking_switch
 from frontend.engine_client import EngineClient
 from frontend.grammar_check import GrammarChecker
 from frontend.grammar_prepare import GrammarPreparer
@@ -167,6 +167,7 @@ class AsyncLLM:
         self.chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
         self.tool_format = detect_format(self.chat_template.sources)
         self.has_reasoning = detect_reasoning(self.chat_template.sources)
+        self.has_thinking_switch = any(map(has_thinking_switch, self.chat_template.sources))
         self.served_model_name = model.files.served_name
         self._client = EngineClient(core, number)
         self._preparer = GrammarPreparer(self._client)

@@ -188,11 +188,16 @@ def _check_kwargs(kwargs: dict[str, Any], special_tokens: Mapping[str, str]) -> 
     return kwargs
 
 
+def has_thinking_switch(source: str) -> bool:
+    """Whether the template's variable enable_thinking says if the model thinks."""
+    return re.search(r"\benable_thinking\b", source) is not None
+
+
 def _effort(effort: str, source: str) -> dict[str, Any]:
     """The template's variables for a reasoning_effort. Raises RequestError where it has none for it."""
     if re.search(r"\breasoning_effort\b", source):
         return {"reasoning_effort": effort}
-    has_switch = re.search(r"\benable_thinking\b", source) is not None
+    has_switch = has_thinking_switch(source)
     if has_switch and effort == "none":
         return {"enable_thinking": False}
     fix = "leave it out, or send \"none\", which turns thoughts off" if has_switch else "leave it out"

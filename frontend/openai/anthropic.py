@@ -1,7 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the model's chat template.
 
-Text, thinking and tools: images, budgets of thinking and tools that run on a server are refused by name. A model that
-thinks does so as much as it likes ("adaptive"); "disabled" leaves its thoughts out. A last message of the assistant is
+Text, thinking and tools: images and tools that run on a server are refused by name. A last message of the assistant is
 continued. Prefix caching is automatic, so cache_control is accepted and nothing waits for it.
 """
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from frontend.openai.anthropic_blocks import Block, Blocks, chat_choice, chat_tools, conversation, event
+from frontend.openai.anthropic_thinking import read_thinking
 from frontend.openai.chat import render
 from frontend.openai.chat_call import ChatCall, make_call
 from frontend.openai.chat_parts import ChoiceParts
@@ -38,7 +38,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Any = None
-    thinking: dict[str, Any] | None = None      # {"type": "adaptive"} or {"type": "disabled"}
+    thinking: dict[str, Any] | None = None      # anthropic_thinking.py
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -111,11 +111,12 @@ async def create_message(exchange: Exchange, engine: EngineLike) -> None:
     check_engine(engine)
     request, num_bytes = await exchange.read_fields(MessagesRequest, NEUTRAL)
     check_model(engine, request.model)
+    shows_thinking = _read_thinking(request, engine, request.max_tokens)
     messages, continues = conversation(request.system, request.messages)
     call = await make_call(engine, request, messages, num_bytes, f"msg_{secrets.token_hex(16)}",
                            exchange.cache_salt(request.cache_salt), RENAMED, continue_final_message=continues,
                            tools=_tools(request, engine))
-    parts = call.parts(_shows_thinking(request))
+    parts = call.parts(shows_thinking)
     if request.stream:
         await _stream(exchange, call, parts)
         return
@@ -138,7 +139,7 @@ async def count_tokens(exchange: Exchange, engine: EngineLike) -> None:
     check_engine(engine)
     request, num_bytes = await exchange.read_fields(CountTokensRequest, NEUTRAL)
     check_model(engine, request.model)
-    _shows_thinking(request)
+    _read_thinking(request, engine, None)
     messages, continues = conversation(request.system, request.messages)
     tools = _tools(request, engine)
     prompt = await render(engine, messages, num_bytes, continue_final_message=continues,
@@ -147,13 +148,12 @@ async def count_tokens(exchange: Exchange, engine: EngineLike) -> None:
     await exchange.reply(200, msgspec.json.encode(CountTokensAnswer(len(prompt) // 4)))
 
 
-def _shows_thinking(request: CountTokensRequest) -> bool:
-    """Raises RequestError for what cannot be kept, as a budget."""
-    kind = "adaptive" if request.thinking is None else request.thinking.get("type")
-    if kind not in ("adaptive", "disabled"):
-        raise RequestError(f"thinking.type is {str(kind)[:60]!r}, which this server does not support: it keeps no "
-                           "budget of thinking; use adaptive or disabled", "thinking")
-    return kind == "adaptive"
+def _read_thinking(request: CountTokensRequest, engine: EngineLike, max_tokens: int | None) -> bool:
+    """Whether thoughts are shown; the request's variables of the chat template then say whether there are any."""
+    is_shown, request.chat_template_kwargs = read_thinking(
+        request.thinking, request.chat_template_kwargs, thinks=engine.has_reasoning,
+        has_switch=engine.has_thinking_switch, max_tokens=max_tokens)
+    return is_shown
 
 
 def _feed(blocks: Blocks, parts: ChoiceParts, text: str, is_final: bool) -> bytes:

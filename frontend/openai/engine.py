@@ -53,6 +53,11 @@ class EngineLike(Protocol):
         """Whether the model's template knows tags around thoughts."""
         ...
 
+    @property
+    def has_thinking_switch(self) -> bool:
+        """Whether the template has the variable enable_thinking."""
+        ...
+
     def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams, *,
                  request_id: str | None = None, output_kind: OutputKind = "cumulative", priority: int = 0,
                  add_special_tokens: bool = True, cache_salt: str = "",

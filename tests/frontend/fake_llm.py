@@ -74,6 +74,7 @@ class FakeLLM:
         self.tokenizer = ByteTokenizer(bos)
         self.tool_format = get_format("hermes")
         self.has_reasoning = False
+        self.has_thinking_switch = False
         self.has_levels = False                 # of reasoning_effort
         self.state: dict[str, Any] = {"ready": True, "dead": False, "phase": "serving", "reason": ""}
         self.error: Exception | None = None

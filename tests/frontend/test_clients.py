@@ -122,6 +122,8 @@ def test_the_anthropic_client_puts_thinking_together(anthropic_client: Any, thin
         deltas = [event.thinking for event in stream if event.type == "thinking"]
         final = stream.get_final_message()
     assert deltas == ["h", "m"] and [block.type for block in final.content] == ["thinking", "text"]
+    enabled = anthropic_client.messages.create(**options, thinking={"type": "enabled", "budget_tokens": 8})
+    assert [block.type for block in enabled.content] == ["thinking", "text"]
     assert (final.content[0].thinking, final.content[1].text) == ("hm", "Yes")
     again = [*options["messages"], {"role": "assistant", "content": final.content}, {"role": "user", "content": "more"}]
     assert anthropic_client.messages.create(**{**options, "messages": again}).content[0].thinking == "hm"

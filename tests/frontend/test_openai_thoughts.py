@@ -79,13 +79,51 @@ def test_without_tools_too_and_thoughts_cut_by_the_length_stay_thoughts() -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_disabled_thinking_is_left_out_and_a_budget_is_refused(stream: bool) -> None:
+def test_disabled_and_omitted_thinking_is_left_out(stream: bool) -> None:
     answer = message(thinking={"type": "disabled"}, stream=stream).text
     assert "There." in answer or stream
     assert "where" not in answer and "thinking" not in answer
     assert "where" in message(thinking={"type": "adaptive"}, size=50).text
-    refusal = message(thinking={"type": "enabled", "budget_tokens": 1024}, stream=stream)
-    assert refusal.status_code == 400 and "budget" in refusal.json()["error"]["message"]
+    hidden = message(thinking={"type": "adaptive", "display": "omitted"}, stream=stream).text
+    assert "where" not in hidden and "thinking" not in hidden
+
+
+ENABLED = {"type": "enabled", "budget_tokens": 100}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_enabled_and_disabled_turn_the_switch_of_a_template_that_has_one(stream: bool) -> None:
+    llm = answering(TEXT, True, 50)
+    llm.has_thinking_switch = True
+    given = {"chat_template_kwargs": {"enable_thinking": False, "more": 1}}
+    for fields in ({"thinking": ENABLED}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}}, {},
+                   {"thinking": ENABLED, **given}):
+        assert message(llm=llm, stream=stream, **fields).status_code == 200
+        assert ask("/v1/messages/count_tokens", {**PLAIN, **fields}, llm=llm).status_code == 200
+    on, off = {"enable_thinking": True}, {"enable_thinking": False}
+    found = [options.get("chat_template_kwargs") for _, options in llm.chats]
+    assert found == [on, on, off, off, None, None, None, None, *[given["chat_template_kwargs"]] * 2]
+    assert "where" in message(llm=llm, thinking=ENABLED, stream=stream).text
+
+
+def test_a_model_without_thoughts_refuses_to_be_asked_for_them_and_a_switch_is_not_invented() -> None:
+    plain = answering("There.")
+    refusal = message(llm=plain, thinking=ENABLED)
+    assert refusal.status_code == 400 and "knows no thoughts" in refusal.json()["error"]["message"]
+    assert message(llm=plain, thinking={"type": "disabled"}).status_code == 200
+    assert message(llm=answering(TEXT, True), thinking=ENABLED).status_code == 200     # tags, but no switch
+    assert plain.chats[0][1].get("chat_template_kwargs") is None
+
+
+@pytest.mark.parametrize(("thinking", "words"), [
+    ({"type": "enabled"}, "budget_tokens is None"), ({"type": "enabled", "budget_tokens": 500}, "below max_tokens 500"),
+    ({"type": "enabled", "budget_tokens": 0}, "above 0"), ({"type": "enabled", "budget_tokens": True}, "above 0"),
+    ({"type": "disabled", "budget_tokens": 5}, "goes with type enabled"), ({"type": "x"}, "'x'; known are adaptive"),
+    ({"type": "adaptive", "effort": "high"}, "thinking.effort is not supported"), ({}, "'None'; known are"),
+    ({"type": "adaptive", "display": "all"}, "thinking.display is 'all'")])
+def test_what_is_wrong_with_thinking_is_named(thinking: dict[str, Any], words: str) -> None:
+    refusal = ask("/v1/messages", {**PLAIN, "thinking": thinking})
+    assert refusal.status_code == 400 and words in refusal.json()["error"]["message"]
 
 
 def test_thoughts_that_come_back_reach_the_template() -> None:
