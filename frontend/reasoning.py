@@ -33,6 +33,11 @@ class ReasoningSplitter:
         """The closing tag has not come."""
         return self._state == "thinking"
 
+    @property
+    def has_answer(self) -> bool:
+        """What comes now is said, not thought."""
+        return self._state == "answer"
+
     def feed(self, text: str, is_final: bool = False) -> tuple[str, str]:
         """(thoughts, answer) that are new."""
         self._buffer += text

@@ -1,7 +1,8 @@
 """The field `thinking` of the Messages API: whether the model thinks, and whether that is shown.
 
 "adaptive", or nothing, leaves it to the model; "enabled" and "disabled" set the chat template's variable
-enable_thinking where it has that. A budget is a target, which nothing cuts thoughts off at: max_tokens is the limit. Knows no engine.
+enable_thinking where it has that. A budget is a target, which nothing cuts thoughts off at: max_tokens is the limit.
+Knows no engine.
 """
 from __future__ import annotations
 

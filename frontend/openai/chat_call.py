@@ -13,6 +13,7 @@ import msgspec
 from frontend.openai.chat import make_parts, render, with_tools
 from frontend.openai.chat_parts import ChoiceParts
 from frontend.openai.engine import EngineLike
+from frontend.openai.truncation import fitting_prompt
 from frontend.outputs import OutputKind, RequestOutput
 from frontend.tools.request import ToolUse
 from ipc.errors import RequestError
@@ -47,22 +48,29 @@ class ChatCall:
 async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[dict[str, Any]], num_bytes: int,
                     call_id: str, cache_salt: str, renamed: Mapping[str, str], *,
                     continue_final_message: bool = False, tools: ToolUse | None = None,
-                    form: StructuredOutputs | None = None, reasoning_effort: str | None = None) -> ChatCall:
+                    form: StructuredOutputs | None = None, reasoning_effort: str | None = None,
+                    logprobs: int | None = None, drops_oldest: bool = False) -> ChatCall:
     """Template, tokens and checked parameters. `form`: of the output; `renamed`: the API's names for sampling
-    parameters -> ours.
+    parameters -> ours; drops_oldest: leave out old messages until the prompt fits.
 
     Without a limit of its own the answer may fill what the prompt leaves. Raises RequestError with the API's names.
     """
     priority = check_priority(getattr(request, "priority", None))
-    params = _params(request, renamed)
+    params = _params(request, renamed, logprobs)
     if form is not None:
         params = params.replace(structured_outputs=form)
     if tools is not None:
         params = with_tools(params, tools)
+
+    async def prompt_of(messages: list[dict[str, Any]]) -> bytes:
+        return await render(engine, messages, num_bytes, continue_final_message=continue_final_message,
+                            chat_template_kwargs=getattr(request, "chat_template_kwargs", None),
+                            tools=None if tools is None else tools.shown, reasoning_effort=reasoning_effort)
     try:
-        prompt = await render(engine, messages, num_bytes, continue_final_message=continue_final_message,
-                              chat_template_kwargs=getattr(request, "chat_template_kwargs", None),
-                              tools=None if tools is None else tools.shown, reasoning_effort=reasoning_effort)
+        if drops_oldest:
+            prompt = await fitting_prompt(prompt_of, messages, engine.max_model_len, params.max_tokens)
+        else:
+            prompt = await prompt_of(messages)
     except RequestError as exc:
         raise _theirs(exc, renamed) from None
     if params.max_tokens is None:
@@ -72,7 +80,7 @@ async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[
     return ChatCall(engine, prompt, params, call_id, priority, cache_salt, tools)
 
 
-def _params(request: msgspec.Struct, renamed: Mapping[str, str]) -> SamplingParams:
+def _params(request: msgspec.Struct, renamed: Mapping[str, str], logprobs: int | None) -> SamplingParams:
     given: dict[str, Any] = {"max_tokens": None}
     for field in request.__struct_fields__:
         name = renamed.get(field, field)
@@ -80,7 +88,7 @@ def _params(request: msgspec.Struct, renamed: Mapping[str, str]) -> SamplingPara
         if name in _SAMPLING_NAMES and value is not None:
             given[name] = value
     try:
-        return SamplingParams(**given)
+        return SamplingParams(**{**given, "logprobs": logprobs})
     except RequestError as exc:
         raise _theirs(exc, renamed) from None
 

@@ -23,20 +23,23 @@ from frontend.openai.engine import EngineLike
 from frontend.openai.errors import ErrorInfo, describe
 from frontend.openai.exchange import Exchange
 from frontend.openai.generation import UsageCounter, check_engine, check_model, checked_finish, collect_answer
+from frontend.openai.logprobs import ChoiceLogprobs
 from frontend.openai.response_store import ResponseStore, StoredResponse
 from frontend.openai.responses_events import ResponseEvents
 from frontend.openai.responses_items import OutputItems, chat_choice, chat_tools, input_messages
+from frontend.openai.responses_logprobs import TextLogprobs, num_top_logprobs
 from frontend.openai.responses_protocol import (NEUTRAL, DeletedResponse, IncompleteDetails, ResponseBody,
                                                 ResponseError, ResponsesRequest, effort_of, usage_of)
 from frontend.openai.routes import Row
 from frontend.openai.shared_responses import SharedResponses
 from frontend.openai.structured import structured_outputs_of_response
+from frontend.outputs import CompletionOutput
 from frontend.tools.request import ToolUse, tool_use
 from ipc.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-RENAMED = {"max_output_tokens": "max_tokens", "reasoning.effort": "reasoning_effort"}
+RENAMED = {"max_output_tokens": "max_tokens", "top_logprobs": "logprobs", "reasoning.effort": "reasoning_effort"}
 
 
 def rows(shared: SharedResponses) -> list[Row]:
@@ -58,18 +61,23 @@ class _Run:
     def __init__(self, store: ResponseStore, caller: str, call: ChatCall, body: ResponseBody,
                  messages: list[dict[str, Any]], shows_reasoning: bool) -> None:
         self.store, self.caller, self.call, self.body, self.messages = store, caller, call, body, messages
-        self.items = OutputItems()
+        self.items = OutputItems(call.params.logprobs is not None)
         self.parts = call.parts(shows_reasoning)
+        self.logprobs: TextLogprobs | None = None
+        if call.params.logprobs is not None:
+            self.logprobs = TextLogprobs(ChoiceLogprobs(call.engine.tokenizer, call.params.logprobs,
+                                                        call.params.skip_special_tokens), self.parts)
         self.entry = StoredResponse(body, msgspec.json.encode(messages))
 
     def parts_of(self, _: int) -> ChoiceParts:
         """There is one choice."""
         return self.parts
 
-    def feed(self, text: str, is_final: bool) -> bytes:
-        """New text of the answer; the events that tell of it."""
-        thoughts, pieces = self.parts.pieces(text, is_final)
-        return self.items.think(thoughts) + self.items.feed(pieces)
+    def feed(self, choice: CompletionOutput, is_final: bool) -> bytes:
+        """News of the answer; the events that tell of it."""
+        thoughts, pieces = self.parts.pieces(choice.text, is_final)
+        logprobs = () if self.logprobs is None else self.logprobs.feed(choice)
+        return self.items.think(thoughts) + self.items.feed(pieces, logprobs)
 
     def finish(self, reason: str, usage: Usage) -> bytes:
         """The answer is complete: fill the body, and keep it if it is to be kept. The last item's events."""
@@ -111,7 +119,8 @@ async def create_response(shared: SharedResponses, exchange: Exchange, engine: E
     call = await make_call(engine, request, system + messages, num_bytes, f"resp_{secrets.token_hex(16)}",
                            exchange.cache_salt(request.cache_salt), RENAMED, tools=_tools(request, engine),
                            form=structured_outputs_of_response(request.text, request.structured_outputs),
-                           reasoning_effort=effort)
+                           reasoning_effort=effort, drops_oldest=request.truncation == "auto",
+                           logprobs=num_top_logprobs(request.include, request.top_logprobs, bool(request.tools)))
     body = ResponseBody(
         id=call.id, created_at=int(time.time()), model=engine.served_model_name, status="in_progress",
         instructions=request.instructions, max_output_tokens=request.max_output_tokens,
@@ -119,7 +128,9 @@ async def create_response(shared: SharedResponses, exchange: Exchange, engine: E
         temperature=call.params.temperature, top_p=call.params.top_p, store=request.store is not False,
         background=bool(request.background), user=request.user, tools=request.tools or [],
         tool_choice=request.tool_choice or "auto", parallel_tool_calls=request.parallel_tool_calls is not False,
-        text=request.text or {"format": {"type": "text"}}, reasoning={"effort": effort, "summary": None})
+        text=request.text or {"format": {"type": "text"}}, reasoning={"effort": effort, "summary": None},
+        truncation=request.truncation or "disabled", top_logprobs=request.top_logprobs,
+        max_tool_calls=request.max_tool_calls)
     store = shared.store
     run = _Run(store, exchange.caller, call, body, messages, request.include_reasoning is not False)
     if request.background:
@@ -132,7 +143,7 @@ async def create_response(shared: SharedResponses, exchange: Exchange, engine: E
         return
     else:
         [(choice, reason)], counter, _ = await collect_answer(exchange, [call.run("final")], 1, run.parts_of)
-        run.feed(choice.text, True)
+        run.feed(choice, True)
         run.finish(reason, counter.usage(exchange.returns_timings))
     await exchange.reply(200, msgspec.json.encode(body))
 
@@ -147,6 +158,10 @@ def _tools(request: ResponsesRequest, engine: EngineLike) -> ToolUse | None:
 
 
 def _check_combination(request: ResponsesRequest) -> None:
+    if request.truncation not in (None, "auto", "disabled"):
+        raise RequestError(f"truncation is {request.truncation[:60]!r}; known are auto and disabled", "truncation")
+    if request.max_tool_calls is not None and request.max_tool_calls < 1:
+        raise RequestError(f"max_tool_calls is {request.max_tool_calls}; it must be at least 1", "max_tool_calls")
     if not request.background:
         return
     if request.stream:
@@ -174,7 +189,7 @@ async def _stream(exchange: Exchange, run: _Run) -> None:
             data = b"" if is_started else events.start()
             is_started = True
             for choice in output.outputs:
-                data += run.feed(choice.text, choice.finish_reason is not None)
+                data += run.feed(choice, choice.finish_reason is not None)
                 if choice.finish_reason is not None:
                     data += run.finish(checked_finish(choice), counter.usage())
                     data += events.end()
@@ -191,7 +206,7 @@ async def _run_in_background(run: _Run) -> None:
             async for output in outputs:
                 counter.update(0, output)
                 for choice in output.outputs:
-                    run.feed(choice.text, True)
+                    run.feed(choice, True)
                     run.finish(checked_finish(choice), counter.usage())
     except Exception as exc:                    # nobody waits here: the response tells
         reply = describe(exc)

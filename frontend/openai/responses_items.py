@@ -7,7 +7,7 @@ cannot differ. Knows no engine.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from frontend.json_text import json_text
 from frontend.openai import sse
 from frontend.openai.chat_call import function_tools, text_of
+from frontend.openai.logprobs import TokenLogprob
 from frontend.tools.scanner import CallDelta, Piece
 from ipc.errors import RequestError
 
@@ -28,7 +29,7 @@ class OutputText(msgspec.Struct):
     """A part of an output message."""
     text: str
     annotations: list[str] = []
-    logprobs: list[str] = []
+    logprobs: list[TokenLogprob] = []
     type: str = "output_text"
 
 
@@ -69,8 +70,11 @@ OutputItem = OutputMessage | OutputCall | OutputReasoning
 class OutputItems:
     """The output as it grows. Each method returns the events that tell of it; a whole answer drops them."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_logprobs: bool = False) -> None:
         self.items: list[OutputItem] = []
+        self._has_logprobs = has_logprobs
+        self._new_logprobs: list[TokenLogprob] = []         # not told yet
+        self._logprobs: list[TokenLogprob] = []             # of the open message
         self._number = 0
         self._is_open = False
         self._call_index = -1                   # of the open call
@@ -89,8 +93,9 @@ class OutputItems:
         data = b"" if self._is_open else self._open_reasoning()
         return data + self._delta(text)
 
-    def feed(self, pieces: Iterable[Piece]) -> bytes:
-        """News of the answer, in order."""
+    def feed(self, pieces: Iterable[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """News of the answer, in order; the entries go with the text that is told next."""
+        self._new_logprobs += logprobs
         data = b""
         for piece in pieces:
             if isinstance(piece, CallDelta):
@@ -129,7 +134,8 @@ class OutputItems:
 
     def _open_message(self) -> bytes:
         item = OutputMessage(f"msg_{secrets.token_hex(16)}", "in_progress", [])
-        data = self._open(item, b"response.output_text.delta", b',"logprobs":[]')
+        self._logprobs = []
+        data = self._open(item, b"response.output_text.delta", b"" if self._has_logprobs else b',"logprobs":[]')
         return data + self.event("response.content_part.added", **self._place(), part=OutputText(""))
 
     def _open_reasoning(self) -> bytes:
@@ -146,7 +152,15 @@ class OutputItems:
         """The hot path."""
         self._texts.append(text)
         number, self._number = self._number, self._number + 1
-        return self._delta_head + b'%d,"delta":' % number + json_text(text) + b"}\n\n"
+        more = b""
+        if self._has_logprobs and isinstance(self.items[-1], OutputMessage):
+            more = b'"logprobs":' + msgspec.json.encode(self._new_logprobs) + b","
+            self._keep_logprobs()
+        return self._delta_head + b"%d," % number + more + b'"delta":' + json_text(text) + b"}\n\n"
+
+    def _keep_logprobs(self) -> None:
+        self._logprobs += self._new_logprobs
+        self._new_logprobs = []
 
     def _close(self, status: str) -> bytes:
         if not self._is_open:
@@ -162,8 +176,9 @@ class OutputItems:
             data = (self.event("response.reasoning_text.done", **self._place(), text=text)
                     + self.event("response.content_part.done", **self._place(), part=item.content[0]))
         else:
-            item.content = [OutputText(text)]
-            data = (self.event("response.output_text.done", **self._place(), text=text, logprobs=[])
+            self._keep_logprobs()
+            item.content = [OutputText(text, logprobs=self._logprobs)]
+            data = (self.event("response.output_text.done", **self._place(), text=text, logprobs=self._logprobs)
                     + self.event("response.content_part.done", **self._place(), part=item.content[0]))
         return data + self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 

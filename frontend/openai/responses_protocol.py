@@ -26,6 +26,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     store: bool | None = None                   # default: true, in memory
     background: bool | None = None
+    include: list[str] | None = None            # log-probabilities of the text
+    top_logprobs: int | None = None             # alternatives of each token
+    truncation: str | None = None               # auto: leave out the oldest items of an input that is too long
+    max_tool_calls: int | None = None           # of tools that run on a server, of which there are none
     metadata: dict[str, str] | None = None
     tools: list[dict[str, Any]] | None = None   # functions
     tool_choice: str | dict[str, Any] | None = None
@@ -65,9 +69,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 # Documented by OpenAI, or vLLM's for chats, not supported: the values that ask for nothing.
 NEUTRAL: NeutralValues = {
     "access_programs": (), "background_options": (), "context_management": ([],), "conversation": (), "image": (),
-    "include": ([], ["reasoning.encrypted_content"]), "max_tool_calls": (), "moderation": (), "prompt": (),
-    "stream_options": ({}, {"include_obfuscation": False}),
-    "top_logprobs": (0,), "truncation": ("disabled",),
+    "moderation": (), "prompt": (), "stream_options": ({}, {"include_obfuscation": False}),
     "ec_transfer_params": (), "enable_response_messages": (False,), "kv_transfer_params": (), "media_io_kwargs": ({},),
     "mm_payload": ("tensors",), "mm_processor_kwargs": ({},), "previous_input_messages": ([],),
     "return_mm_kwargs": (False,), "vllm_xargs": ({},), "watermarking": (False,),
@@ -134,6 +136,8 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] = []
     text: dict[str, Any] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}})
     truncation: str = "disabled"
+    top_logprobs: int | None = None
+    max_tool_calls: int | None = None
     reasoning: dict[str, str | None] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
     object: str = "response"
 

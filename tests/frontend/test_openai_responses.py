@@ -109,7 +109,9 @@ def test_input_items_become_messages() -> None:
     ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"text": {"format": {"type": "poem"}}}, "text.format"), ({"text": {"format": 3}}, "text.format"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "middle"}, "truncation"), ({"max_tool_calls": 0}, "max_tool_calls"),
+    ({"include": ["message.output_text.colour"]}, "include"), ({"top_logprobs": 21}, "top_logprobs"),
+    ({"include": ["message.output_text.logprobs"], "tools": [{"type": "function", "name": "f"}]}, "include"),
     ({"background": True, "stream": True}, "background"), ({"background": True, "store": False}, "store"),
     ({"priority": 2**40}, "priority"), ({"cache_salt": ""}, "cache_salt")])
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -223,7 +225,7 @@ def test_the_store_forgets_the_oldest_finished_ones_by_number_and_bytes() -> Non
     with pytest.raises(ResponseNotFoundError, match="'a'"):
         store.get("", "a")
     assert store.get("", "running") is running and len(store) == 3
-    store.put("", entry("big", 9_000))
+    store.put("", entry("big", 8_900))
     with pytest.raises(ResponseNotFoundError):
         store.get("", "b")
     store.put("", store.get("", "big"))         # kept anew: counted once
