@@ -14,6 +14,7 @@
     python launch.py doctor                   examine machine and installation; ends in OK or the fixes
     python launch.py setup [--torch cpu|cuda|INDEX] [--extra NAME ...]
                                               make .venv beside this file; INDEX: the URL of a wheel index for torch
+    python launch.py --version
     python launch.py test [pytest arguments]  set up with the test extra and run the tests
     python launch.py bench NAME [arguments]   measure: bench serve, offline, latency, ...; each has --help
     python launch.py tune                     measure the compiled kernels of this machine once
@@ -62,6 +63,7 @@ def bench(argv: list[str]) -> int:
     files = sorted(name for name in os.listdir(folder) if name.endswith(".py"))
     known = [name[:-3] for name in files if _has_main(os.path.join(folder, name))]
     name = argv[0].replace("-", "_") if argv else ""
+    name = {"throughput": "offline"}.get(name, name)      # vLLM's name
     if name not in known:
         names = "bench needs a name: {}".format(", ".join(known))
         if argv and argv[0] in ("-h", "--help"):
@@ -212,12 +214,17 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print((__doc__ or "").strip())
         return 0 if argv else 2
+    if argv[0] == "--version":
+        from ipc import VERSION
+        print("Threefold {}".format(VERSION))
+        return 0
     from ipc.launch_setup import STARTED, SetupError
     os.environ.setdefault(STARTED, repr(time.monotonic()))
     commands = {"demo": demo, "serve": serve, "setup": setup, "test": test, "bench": bench,
                 "replay": replay, "simulate": simulate, "chaos": chaos, "fuzz": fuzz, "soak": soak,
                 "profile": profile, "top": top, "tune": tune, "chat": chat, "complete": complete,
-                "run-batch": run_batch, "tokenize": tokenize, "models": models, "doctor": doctor}
+                "run-batch": run_batch, "tokenize": tokenize, "models": models, "doctor": doctor,
+                "collect-env": doctor}                    # vLLM's name
     try:
         check_command(argv[0], commands)
         return commands[argv[0]](argv[1:]) if argv[0] in commands else serve(argv)

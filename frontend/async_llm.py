@@ -17,7 +17,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from frontend.engine_client import EngineClient
 from frontend.grammar_check import GrammarChecker
 from frontend.grammar_prepare import GrammarPreparer
 from frontend.outputs import OutputKind, PoolingOutput, PoolingRequestOutput, RequestOutput
+from frontend.prompts import Prompt, read_prompt
 from frontend.reasoning import detect_reasoning
 from frontend.request_context import CURRENT
 from frontend.request_log import RequestLog, RequestRecord
@@ -254,23 +255,23 @@ class AsyncLLM:
 
     # ------------------------------------------------------------ requests
 
-    async def generate(self, prompt: str | list[int] | bytes, sampling_params: SamplingParams | None = None, *,
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
                        request_id: str | None = None, output_kind: OutputKind = "cumulative", priority: int = 0,
                        add_special_tokens: bool = True, cache_salt: str = "",
                        sink: Sink | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Yield news about one request until it is finished.
 
-        prompt: text, token ids, or token ids as int32 bytes. sink (with output_kind "delta"): called with choice and
-        new text the moment there is some; what it takes (True) is not yielded, and costs no switch of tasks. Closing or
-        cancelling the iterator aborts the request and frees its blocks. Raises RequestError (the caller's mistake),
-        OverloadedError, EngineDeadError, RequestFailedError.
+        prompt: text, token ids, token ids as int32 bytes, or a dict with one of them (prompts.py). sink (with
+        output_kind "delta"): called with choice and new text the moment there is some; what it takes (True) is not
+        yielded, and costs no switch of tasks. Closing or cancelling the iterator aborts the request and frees its
+        blocks. Raises RequestError (the caller's mistake), OverloadedError, EngineDeadError, RequestFailedError.
         """
         client = self._engine()
         context = CURRENT.get()
         arrival = time.monotonic() if context is None else context.arrival_time
         params = sampling_params if sampling_params is not None else SamplingParams()
-        text = prompt if isinstance(prompt, str) else None
-        tokens = await self._tokens(prompt, add_special_tokens)
+        read = read_prompt(prompt)
+        tokens = await self._tokens(read.tokens_or_text, add_special_tokens)
         if params.seed is None:
             params = params.replace(seed=secrets.randbits(63))
         if params.bad_words:
@@ -279,8 +280,8 @@ class AsyncLLM:
         if params.structured_outputs is not None:
             seconds = await self._grammars.check(params.structured_outputs)
             await self._preparer.prepare(params.structured_outputs, seconds)
-        stream = RequestStream(request_id or f"request-{next(self._names)}", text, tokens, params, output_kind, arrival,
-                               sink)
+        stream = RequestStream(request_id or f"request-{next(self._names)}", read.text, tokens, params, output_kind,
+                               arrival, sink)
         stream.context = context
         wire = params.replace(n=1, stop=[], bad_words=[]) if params.stop or params.bad_words or params.n > 1 else params
         stream.choices = [Choice(stream, number, index, self.tokenizer)
@@ -291,7 +292,8 @@ class AsyncLLM:
             stream.metrics.sent_time = time.monotonic()
             client.add(stream.choices, AddRequest(
                 stream.choices[0].request_id, memoryview(tokens), wire, num_choices=params.n,
-                priority=check_priority(priority), arrival_time=arrival, cache_salt=cache_salt))
+                priority=check_priority(priority), arrival_time=arrival,
+                cache_salt=cache_salt or read.cache_salt))
             while True:
                 output = await stream.next()
                 yield output
@@ -315,7 +317,7 @@ class AsyncLLM:
                     found.append(tokens)
         return found
 
-    async def encode(self, prompt: str | list[int] | bytes, *, pooling: str = "last", normalize: bool = True,
+    async def encode(self, prompt: Prompt, *, pooling: str = "last", normalize: bool = True,
                      request_id: str | None = None, priority: int = 0, add_special_tokens: bool = True,
                      cache_salt: str = "") -> PoolingRequestOutput:
         """The vector of a prompt: the hidden state after the last norm, of its last token or the mean of all.
@@ -327,7 +329,8 @@ class AsyncLLM:
         if pooling not in ("last", "mean"):
             raise RequestError(f"pooling is {pooling!r}; allowed are last and mean", "pooling")
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, pooling=pooling, pooling_normalize=normalize)
-        tokens = await self._tokens(prompt, add_special_tokens)
+        read = read_prompt(prompt)
+        tokens = await self._tokens(read.tokens_or_text, add_special_tokens)
         stream = RequestStream(request_id or f"request-{next(self._names)}", None, tokens, params, "final")
         stream.choices = [Choice(stream, client.next_ids(1)[0], 0, self.tokenizer)]
         if self.is_paused:
@@ -346,10 +349,19 @@ class AsyncLLM:
         return PoolingRequestOutput(output.request_id, PoolingOutput(stream.vector), output.prompt_token_ids,
                                     num_cached_tokens=output.num_cached_tokens)
 
-    async def embed(self, prompt: str | list[int] | bytes, **options: Any) -> list[float]:
+    async def embed(self, prompt: Prompt, **options: Any) -> list[float]:
         """`encode`, as a list of numbers."""
         vector: list[float] = (await self.encode(prompt, **options)).outputs.data.tolist()
         return vector
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests by the names that generate() was given: their iterators then yield a last output whose choices
+        have the finish_reason "abort". One that is not running is ignored."""
+        names = {request_id} if isinstance(request_id, str) else set(request_id)
+        client = self._engine()
+        for stream in client.streams:
+            if stream.request_id in names:
+                client.end(stream)
 
     async def _tokens(self, prompt: str | list[int] | bytes, add_special_tokens: bool) -> bytes:
         if isinstance(prompt, str):

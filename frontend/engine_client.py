@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from frontend.outputs import FINISH_ABORT
 from frontend.request_stream import Choice, RequestStream
 from frontend.step_report import StepTotals
 from frontend.timeline import Timeline
@@ -136,6 +137,14 @@ class EngineClient:
         ids = [choice.request_id for choice in choices if choice.request_id in self._choices]
         if ids and self.dead is None and self.ready is not None:
             self._link.send(Abort(ids))
+
+    def end(self, stream: RequestStream) -> None:
+        """As an abort, and whoever reads the stream gets its last output, with what came so far."""
+        self.abort(stream.choices)
+        for choice in stream.choices:
+            if not choice.is_ended:
+                choice.finish(FINISH_ABORT, None)
+        stream.on_end()
 
     def forget(self, choices: list[Choice]) -> None:
         for choice in choices:

@@ -11,11 +11,12 @@ from tqdm import tqdm
 
 from frontend.async_llm import AsyncLLM
 from frontend.outputs import PoolingRequestOutput, RequestOutput
+from frontend.prompts import Prompt
 from frontend.tokenizer import Tokenizer
 from ipc.errors import RequestError
 from ipc.sampling_params import SamplingParams
 
-Prompt = str | list[int]
+Conversations = list[dict[str, Any]] | list[list[dict[str, Any]]]
 
 
 class LLM:
@@ -42,42 +43,42 @@ class LLM:
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 use_tqdm: bool = True) -> list[RequestOutput]:
+                 use_tqdm: bool = True, priority: Sequence[int] | None = None) -> list[RequestOutput]:
         """Run all prompts, batched by the engine; results in the order of the prompts.
 
-        sampling_params: one for all, or one each; use_tqdm: show progress on stderr. Raises
-        RequestError naming the prompt's place when one is refused; the others are aborted then.
+        prompts: texts, lists of token ids, or dicts (prompts.py); sampling_params: one for all, or one each; priority:
+        one each, lower runs first; use_tqdm: show progress on stderr. Raises RequestError naming the prompt's place
+        when one is refused; the others are aborted then.
         """
-        if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
-            prompts = [cast(Prompt, prompts)]
+        many = prompt_list(prompts)
         params = sampling_params
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling_params; give one for all or one "
+            params = [params or SamplingParams()] * len(many)
+        if len(params) != len(many):
+            raise RequestError(f"{len(many)} prompts but {len(params)} sampling_params; give one for all or one "
                                "each")
-        many = cast(Sequence[Prompt], prompts)
-        result: list[RequestOutput] = self._run(self._generate_all(list(many), list(params), use_tqdm))
+        if priority is not None and len(priority) != len(many):
+            raise RequestError(f"{len(many)} prompts but {len(priority)} priorities; give one each", "priority")
+        levels = list(priority or [0] * len(many))
+        result: list[RequestOutput] = self._run(self._generate_all(many, list(params), levels, use_tqdm))
         return result
 
-    def chat(self, conversations: list[dict[str, Any]] | list[list[dict[str, Any]]],
-             sampling_params: SamplingParams | None = None, *, use_tqdm: bool = True,
+    def chat(self, conversations: Conversations,
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool = True,
              **render: Any) -> list[RequestOutput]:
-        """`generate` for one conversation or a list of them."""
+        """`generate` for one conversation or a list of them; `render`: options of AsyncLLM.render_chat, as tools."""
         many = conversations if conversations and isinstance(conversations[0], list) else [conversations]
-        prompts = [memoryview(self._llm.render_chat(messages, **render)).cast("i").tolist()    # type: ignore[arg-type]
-                   for messages in many]
+        prompts: list[Prompt] = [
+            memoryview(self._llm.render_chat(messages, **render)).cast("i").tolist()        # type: ignore[arg-type]
+            for messages in many]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def encode(self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last",
                normalize: bool = True) -> list[PoolingRequestOutput]:
         """A vector for each prompt, in their order. See AsyncLLM.encode."""
-        if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
-            prompts = [cast(Prompt, prompts)]
-
         async def run() -> list[PoolingRequestOutput]:
             return await asyncio.gather(*[self._llm.encode(prompt, pooling=pooling, normalize=normalize)
-                                          for prompt in cast(Sequence[Prompt], prompts)])
+                                          for prompt in prompt_list(prompts)])
         result: list[PoolingRequestOutput] = self._run(run())
         return result
 
@@ -85,10 +86,11 @@ class LLM:
         """`encode`, as lists of numbers."""
         return [output.outputs.data.tolist() for output in self.encode(prompts, **options)]
 
-    async def _generate_all(self, prompts: list[Prompt], params: list[SamplingParams],
+    async def _generate_all(self, prompts: list[Prompt], params: list[SamplingParams], priority: list[int],
                             use_tqdm: bool) -> list[RequestOutput]:
         bar = tqdm(total=len(prompts), desc="requests", disable=not use_tqdm)
-        tasks = [asyncio.create_task(self._generate_one(i, p, s, bar)) for i, (p, s) in enumerate(zip(prompts, params))]
+        tasks = [asyncio.create_task(self._generate_one(index, *one, bar))
+                 for index, one in enumerate(zip(prompts, params, priority))]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -97,10 +99,11 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
             bar.close()
 
-    async def _generate_one(self, index: int, prompt: Prompt, params: SamplingParams, bar: Any) -> RequestOutput:
+    async def _generate_one(self, index: int, prompt: Prompt, params: SamplingParams, priority: int,
+                            bar: Any) -> RequestOutput:
         last: RequestOutput | None = None
         try:
-            async for output in self._llm.generate(prompt, params, output_kind="final"):
+            async for output in self._llm.generate(prompt, params, output_kind="final", priority=priority):
                 last = output
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}", error.param) from None
@@ -114,6 +117,27 @@ class LLM:
         result: dict[str, Any] = self._run(self._llm.stats())
         return result
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes that no request holds."""
+        self._run(self._llm.reset_prefix_cache())
+
+    def sleep(self, level: int = 1) -> None:
+        """See AsyncLLM.sleep: 1 gives back the pool's memory, 2 the weights' too."""
+        self._run(self._llm.sleep(level))
+
+    def wake_up(self) -> None:
+        """After sleep."""
+        self._run(self._llm.wake_up())
+
+    def start_profile(self) -> None:
+        """See AsyncLLM.start_profile."""
+        self._run(self._llm.start_profile())
+
+    def stop_profile(self) -> dict[str, Any]:
+        """See AsyncLLM.stop_profile."""
+        result: dict[str, Any] = self._run(self._llm.stop_profile())
+        return result
+
     def close(self) -> None:
         """End the engine. Idempotent."""
         self._finalizer()
@@ -123,6 +147,13 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list."""
+    is_one = isinstance(prompts, (str, dict, bytes)) or (
+        isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int))
+    return [cast(Prompt, prompts)] if is_one else list(cast(Sequence[Prompt], prompts))
 
 
 def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:

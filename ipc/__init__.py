@@ -3,3 +3,4 @@
 Knows neither tensors nor text nor scheduling. Imports the standard library, msgspec, zmq and numpy only, so that every
 process can import all of it.
 """
+VERSION = "0.1.0"                               # as in pyproject.toml

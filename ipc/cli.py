@@ -19,7 +19,7 @@ from ipc.config import (CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, LOG_LEVELS, POLICI
 from ipc.errors import ConfigError
 from ipc.launch_setup import has_nvidia_driver
 from ipc.model_source import LOAD_FORMATS, Report, resolve_model
-from ipc.option_help import MAIN, OptionParser
+from ipc.option_help import MAIN, OptionParser, unknown_option
 from ipc.option_sources import read_config_file, read_environment
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)")
@@ -283,7 +283,7 @@ def build_config(model: str, options: Mapping[str, Any], *, serve: bool = True,
     for name, value in options.items():
         option = OPTIONS.get(name)
         if option is None:
-            raise ConfigError(f"unknown option {name!r}; known are {', '.join(OPTIONS)}")
+            raise ConfigError(unknown_option(name, OPTIONS))
         if option.target and value is not None:
             section, field = option.target.split(".")
             sections[section][field] = _convert(option, value)

@@ -119,6 +119,13 @@ def unknown_flag(flag: str, known: Iterable[str]) -> str:
     return f"unknown option {flag}" + (f"; did you mean {near}?" if near else "")
 
 
+def unknown_option(name: str, known: Iterable[str]) -> str:
+    """The same for an option given from Python."""
+    text = unknown_flag("--" + name.replace("_", "-"), ["--" + other.replace("_", "-") for other in known])
+    text = re.sub("--([a-z0-9-]+)", lambda found: found[1].replace("-", "_"), text)
+    return text if ";" in text or ":" in text else f"{text}; known are {', '.join(known)}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word that was probably meant; "" if none is close. Parts of a name may be missing or swapped."""
     words = sorted(known)

@@ -124,6 +124,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         if not isinstance(self.logit_bias, dict):
             raise RequestError(f"logit_bias must map token ids to numbers, not {_show(self.logit_bias)}", "logit_bias")
         _count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
+        if any(isinstance(token, str) for token in self.logit_bias):        # as in JSON
+            msgspec.structs.force_setattr(self, "logit_bias", {
+                int(token) if isinstance(token, str) and token.isdecimal() else token: bias
+                for token, bias in self.logit_bias.items()})
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, (1 << 31) - 1)
             _number("logit_bias", bias, -100.0, 100.0)

@@ -85,6 +85,14 @@ def test_what_cannot_be_used_is_one_line_without_a_traceback(arguments: list[str
     assert text in "".join(done.stderr.splitlines()[-2:])
 
 
+def test_names_of_vllm_are_understood_and_the_version_is_that_of_the_package() -> None:
+    done = run([sys.executable, "launch.py", "--version"], ROOT)
+    assert done.returncode == 0
+    assert f'version = "{done.stdout.split()[1]}"' in (ROOT / "pyproject.toml").read_text()
+    assert "--num-iters" in run([sys.executable, "launch.py", "bench", "throughput", "--help"], ROOT).stdout
+    assert "--no-self-test" in run([sys.executable, "launch.py", "collect-env", "--help"], ROOT).stdout
+
+
 @pytest.mark.parametrize(("command", "flag"), [
     ("serve --model x", "--max-model-len"), ("bench serve", "--max-concurrency"), ("bench cpu", "--accuracy"),
     ("bench offline", "--num-prompts"), ("top", "--interval"), ("models", "--cached"), ("doctor", "--no-self-test"),

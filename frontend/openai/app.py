@@ -35,6 +35,7 @@ from frontend.openai.routes import Row, make_route
 from frontend.openai.shared_responses import SharedResponses
 from frontend.peers import Peers
 from frontend.request_context import CURRENT
+from ipc import VERSION
 from ipc.config import FrontendSection
 from ipc.errors import EngineDeadError
 
@@ -144,7 +145,7 @@ def _no_route(scope: Scope) -> RouteNotFoundError:
     return RouteNotFoundError(f"there is no {scope['method']} {scope['path'][:200]} here; the API is under /v1")
 
 
-def build_app(engine: EngineLike, *, version: str = "0.1.0", limits: Limits | None = None,
+def build_app(engine: EngineLike, *, version: str = VERSION, limits: Limits | None = None,
               extra_rows: Sequence[Row] = (), section: FrontendSection | None = None,
               peers: Peers | None = None) -> OpenAIApp:
     """The application for one engine, which may still be starting. `section`: who may call it; `peers`: the other

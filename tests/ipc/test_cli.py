@@ -55,7 +55,10 @@ def test_python_callers_use_the_same_names() -> None:
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    ({"max_seqs": 4}, "unknown option 'max_seqs'; known are"),
+    ({"max_seqs": 4}, "unknown option max_seqs; did you mean max_num_seqs?"),
+    ({"zzz": 4}, "unknown option zzz; known are load_format, "),
+    ({"tensor_parallel_size": 2}, "unknown option tensor_parallel_size: a server has one device"),
+    ({"enforce_eager": True}, "did you mean cuda_graphs off?"),
     ({"block_size": 0}, "--block-size is 0; allowed is 1 to 1024"),
     ({"block_size": 16.5}, "option block_size is 16.5; it takes int"),
     ({"block_size": "many"}, "option block_size is 'many'; it takes int"),

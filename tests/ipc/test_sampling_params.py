@@ -14,6 +14,12 @@ from ipc.sampling_params import MAX_N, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, 
 FIELDS = SamplingParams.__struct_fields__
 
 
+def test_logit_bias_may_have_ids_as_text_as_in_json() -> None:
+    assert SamplingParams(logit_bias={"5": 1.0, 7: 2.0}).logit_bias == {5: 1.0, 7: 2.0}   # type: ignore[dict-item]
+    with pytest.raises(RequestError, match="logit_bias must be an integer, not 'a'"):
+        SamplingParams(logit_bias={"a": 1.0})       # type: ignore[dict-item]
+
+
 def test_the_defaults_are_those_of_the_field():
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)

@@ -49,6 +49,64 @@ def test_text_ids_and_packed_ids_are_the_same_prompt(engine: RunningEngine) -> N
     engine.loop.run(run())
 
 
+def test_a_prompt_may_be_a_dict_of_text_or_ids(engine: RunningEngine) -> None:
+    async def run() -> None:
+        plain = await finish(engine.llm, "The tokens of the day", greedy())
+        ids = plain.prompt_token_ids
+        asked: list[Any] = [{"prompt": "The tokens of the day"}, {"prompt_token_ids": ids},
+                            {"prompt_token_ids": ids, "prompt": "t"}]
+        found = [await finish(engine.llm, prompt, greedy()) for prompt in asked]
+        assert [output.prompt for output in found] == [plain.prompt, None, "t"]
+        assert all(output.outputs == plain.outputs and output.prompt_token_ids == ids for output in found)
+        assert found[-1].num_cached_tokens > 0
+        salted = await finish(engine.llm, {"prompt_token_ids": ids, "cache_salt": "mine"}, greedy())
+        assert salted.num_cached_tokens == 0 and salted.outputs == plain.outputs
+        vector = await engine.llm.embed({"prompt_token_ids": ids})
+        assert vector == await engine.llm.embed(ids)
+    engine.loop.run(run())
+
+
+@pytest.mark.parametrize(("prompt", "text"), [
+    ({}, "needs prompt or prompt_token_ids"), ({"prompt": None}, "needs prompt"), ({"text": "a"}, "text is not"),
+    ({"prompt": 3}, "prompt must be text, not int"), ({"prompt": "a", "cache_salt": 1}, "cache_salt must be text"),
+    ({"prompt_token_ids": "a b"}, "must be a list of token ids, not str"), ({"prompt_token_ids": [-1]}, "contains -1"),
+    ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data is not")])
+def test_a_dict_that_is_no_prompt_is_refused_by_name(engine: RunningEngine, prompt: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        engine.loop.run(finish(engine.llm, prompt, greedy()))
+
+
+@pytest.mark.parametrize("kind", ["delta", "final"])
+def test_abort_ends_a_request_by_name_with_what_came_so_far(engine: RunningEngine, kind: Any) -> None:
+    async def run() -> None:
+        ended: list[RequestOutput] = []
+        begun = asyncio.Event()
+
+        async def read(name: str, length: int) -> None:
+            params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, n=2 if name == "mine" else 1)
+            async for output in engine.llm.generate("Go on", params, request_id=name, output_kind=kind):
+                begun.set()
+                if output.finished:
+                    ended.append(output)
+
+        mine = asyncio.create_task(read("mine", ENDLESS_TOKENS))
+        if kind == "final":
+            while not engine.llm._engine().streams:
+                await asyncio.sleep(0.01)
+        else:
+            await begun.wait()
+        await engine.llm.abort("nobody")
+        other = asyncio.create_task(read("other", 30))
+        await engine.llm.abort(["mine", "unknown"])
+        await asyncio.gather(mine, other)
+        by_name = {output.request_id: output for output in ended}
+        assert {choice.finish_reason for choice in by_name["mine"].outputs} == {"abort"}
+        assert by_name["other"].outputs[0].finish_reason == "length"
+        await engine.llm.abort("mine")                      # once more: nothing
+        await wait_idle(engine.llm)
+    engine.loop.run(run())
+
+
 def test_deltas_joined_equal_the_cumulative_and_the_final_text(engine: RunningEngine) -> None:
     async def run() -> None:
         params = SamplingParams(temperature=3.0, seed=5, max_tokens=40, ignore_eos=True)       # any bytes at all
@@ -172,7 +230,8 @@ def test_bad_options_are_refused_before_anything_starts(temp: str, tiny_model: s
         async with AsyncLLM(tiny_model, **options):
             raise AssertionError("it started")
 
-    for options, text in ((dict(max_num_seq=3), "unknown option 'max_num_seq'"), (dict(block_size=0), "block-size"),
+    for options, text in ((dict(max_num_seq=3), "unknown option max_num_seq; did you mean max_num_seqs"),
+                          (dict(block_size=0), "block-size"),
                           (dict(max_num_seqs="many"), "max_num_seqs"), (dict(preemption_mode="swap"), "swap-space")):
         with pytest.raises(ConfigError, match=text):
             asyncio.run(start(**options))

@@ -59,6 +59,38 @@ def test_it_works_inside_a_running_loop(offline: LLM) -> None:
     assert asyncio.run(cell()) == offline.generate([5, 6, 7], greedy(), use_tqdm=False)[0].outputs[0].token_ids
 
 
+def test_one_prompt_as_a_dict_is_one_prompt(offline: LLM) -> None:
+    """Its keys were taken for prompts."""
+    ids = offline.tokenizer.encode_ids("Hi there", True)
+    plain = offline.generate(ids, greedy(), use_tqdm=False)
+    for prompts in ({"prompt": "Hi there"}, [{"prompt_token_ids": ids}]):
+        outputs = offline.generate(prompts, greedy(), use_tqdm=False)       # type: ignore[arg-type]
+        assert [output.outputs for output in outputs] == [plain[0].outputs]
+    assert offline.embed({"prompt": "Hi there"}) == offline.embed(ids)
+
+
+def test_priorities_are_one_for_each_prompt(offline: LLM) -> None:
+    assert len(offline.generate(["a", "b"], greedy(), priority=[2, 1], use_tqdm=False)) == 2
+    with pytest.raises(RequestError, match="2 prompts but 1 priorities"):
+        offline.generate(["a", "b"], greedy(), priority=[1], use_tqdm=False)
+    with pytest.raises(RequestError, match="priority is 1099511627776"):
+        offline.generate(["a"], greedy(), priority=[1 << 40], use_tqdm=False)
+
+
+def test_the_cache_is_reset_and_the_engine_sleeps_and_wakes(offline: LLM) -> None:
+    prompt = list(range(5, 69))
+    offline.generate(prompt, greedy(2), use_tqdm=False)
+    assert offline.generate(prompt, greedy(2), use_tqdm=False)[0].num_cached_tokens > 0
+    offline.reset_prefix_cache()
+    first = offline.generate(prompt, greedy(2), use_tqdm=False)[0]
+    offline.sleep(1)
+    with pytest.raises(ValueError, match="sleep"):
+        offline.sleep(1)
+    offline.wake_up()
+    assert first.num_cached_tokens == 0
+    assert offline.generate(prompt, greedy(2), use_tqdm=False)[0].outputs == first.outputs
+
+
 def test_it_chats(offline: LLM) -> None:
     conversation = [{"role": "user", "content": "Hi"}]
     one, = offline.chat(conversation, greedy(), use_tqdm=False)
