@@ -164,8 +164,11 @@ def _look_up(run: dict[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of all runs of the same concurrency, printed and returned; each names its concurrency."""
+def compare_results(
+    old: dict[str, Any], new: dict[str, Any], how_to_repeat: str = f"--repeats {MIN_REPEATS}"
+) -> list[dict[str, Any]]:
+    """Rows of all runs of the same concurrency, printed and returned; each names its concurrency. `how_to_repeat`: the
+    benchmark's option for it; "": it has none."""
     before = {_concurrency(run): run for run in runs_of(old)}
     all_rows = []
     for run in runs_of(new):
@@ -181,7 +184,8 @@ def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, 
         rows = compare(other, run)
         print_rows(rows, concurrency)
         if not are_repeated(other, run):
-            print(f"below {SINGLE_RUN_BOUND:.0%} nothing is told from noise: run both with --repeats {MIN_REPEATS}")
+            fix = f": run both with {how_to_repeat}" if how_to_repeat else ""
+            print(f"below {SINGLE_RUN_BOUND:.0%} nothing is told from noise{fix}")
         all_rows += [{"concurrency": concurrency, **row} for row in rows]
     return all_rows
 

@@ -10,7 +10,8 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from bench.offline import make_bench_parser, parse_bench, random_prompts, report_failure
+from bench.compare import bootstrap, compare_results
+from bench.offline import SHAPE, make_bench_parser, old_result, parse_bench, random_prompts, report_failure
 from bench.stats import percentile, print_json, summary
 from frontend import AsyncLLM, SamplingParams
 from ipc.errors import ConfigError, EngineDeadError, RequestError
@@ -59,7 +60,13 @@ async def run(model: str, engine: dict[str, Any], own: dict[str, Any]) -> dict[s
                 answers += found
     late = sum(sum(answer.counts[1:]) for answer in answers)  # tokens behind the first piece
     decode_s = sum(answer.times[-1] - answer.times[0] for answer in answers) / size
+    seconds = {"ttft_s": [[answer.times[0] - answer.start] for answer in answers],
+               "itl_s": [answer.gaps for answer in answers], "e2e_s": [[one] for one in e2e]}
+    widths = {name: bootstrap(groups) for name, groups in seconds.items()}
+    load = {"concurrency": size, "model": model, **{name: own[name] for name in SHAPE}}
     return {
+        "load": load,
+        "noise": {f"{name}.{figure}": round(width, 4) for name in widths for figure, width in widths[name].items()},
         "model": model, "input_len": own["prefix_len"] + own["input_len"], "output_len": own["output_len"],
         "batch_size": size, "num_iters": count, "start_s": round(start_s, 2), "avg_latency": round(sum(e2e) / count, 6),
         "percentiles": {str(percent): round(percentile(e2e, percent), 6) for percent in PERCENTILES},
@@ -82,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         model, engine, own = parse_bench(parser, argv)
         if own["batch_size"] < 1 or own["num_iters"] < 1 or own["num_iters_warmup"] < 0:
             parser.error("--batch-size and --num-iters must be at least 1, --num-iters-warmup at least 0")
+        old = old_result(own)
         result = asyncio.run(run(model, engine, own))
     except (ConfigError, EngineDeadError, RequestError) as error:
         return report_failure("latency", error, own.get("json"))
@@ -94,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"P99 {title} (ms): {result[key]['p99'] * 1000:.2f}")
     if result["decode_tok_s"] is not None:
         print(f"Decode (tok/s): {result['decode_tok_s']:.2f}")
+    if old is not None:
+        result["compare"] = {"file": own["compare"], "rows": compare_results(old, result, "")}
     print_json(result, own.get("json"))
     return 0
 

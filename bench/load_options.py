@@ -10,6 +10,7 @@ from bench.arrivals import Ramp
 from bench.serving_report import GOODPUT_METRICS, TITLES
 from ipc.option_help import OptionParser
 
+DATASETS = {"random": False, "prefix_repetition": False, "sharegpt": True, "custom": True}  # name -> needs a file
 DEFAULT_CONCURRENCY = 8  # where nothing says how the load is bounded
 
 
@@ -116,8 +117,9 @@ def make_parser() -> OptionParser:
     add("--ready-check-timeout-sec", type=float, default=0.0, metavar="S", help="wait so long until a server answers")
     add("--timeout", type=float, default=600.0, help="seconds per request")
     add = parser.add_argument_group("prompts").add_argument
-    add("--dataset-name", choices=["random", "sharegpt", "custom"], default="random",
-        help="random tokens; a ShareGPT file; or a .jsonl of your own: prompt, and output_tokens")
+    add("--dataset-name", choices=list(DATASETS), default="random",
+        help="random tokens; with several prefixes that repeat; a ShareGPT file; a .jsonl of your own: prompt, and "
+        "output_tokens")
     add("--dataset-path", metavar="FILE", help="of sharegpt and custom")
     add("--prompt-tokens", "--random-input-len", "--input-len", type=length, default=(256, 256), help="N or LO-HI")
     add("--shared-prefix", "--random-prefix-len", type=int, default=0, help="tokens in front that all prompts share")
@@ -127,6 +129,9 @@ def make_parser() -> OptionParser:
         help='lengths from N*(1-R) to N*(1+R); {"input": R, "output": R} sets both')
     add("--token-ids", type=length, default=(100, 3999), help="range to draw prompt ids from, LO-HI")
     add("--prompt-form", choices=["ids", "text"], default="ids", help="ids fall back to text where they are refused")
+    for name, default in (("prefix-len", 256), ("suffix-len", 256), ("num-prefixes", 10)):
+        add(f"--prefix-repetition-{name}", type=count, default=default, metavar="N", help=f"(default: {default})")
+    add("--prefix-repetition-output-len", type=count, metavar="N", help="tokens of each answer (default: 128)")
     add("--sharegpt-output-len", type=count, metavar="N", help="tokens of each answer (default: as in the file)")
     add("--custom-output-len", type=int, metavar="N", help="tokens of each answer; -1: output_tokens of the line "
         "(default: 256)")
@@ -194,6 +199,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     fixed = args.output_tokens[0] if args.output_tokens else None
     args.sharegpt_output_len = args.sharegpt_output_len or fixed
     args.custom_output_len = args.custom_output_len or fixed or 256
+    args.prefix_repetition_output_len = args.prefix_repetition_output_len or fixed or 128
     args.output_tokens = args.output_tokens or (128, 128)
     args.prompt_tokens, args.output_tokens = (
         spread(ends, ratio) for ends, ratio in zip((args.prompt_tokens, args.output_tokens), args.random_range_ratio,
@@ -219,7 +225,10 @@ def check_args(parser: OptionParser, args: argparse.Namespace) -> None:
         parser.error(f"--custom-output-len is {args.custom_output_len}; it must be above 0, or -1")
     if args.plot and len(args.concurrency or ()) < 2:
         parser.error("--plot draws against load: name several, for example --concurrency 1,4,16")
-    if (args.dataset_path is None) != (args.dataset_name == "random"):
+    if args.dataset_name == "prefix_repetition" and args.num_requests < args.prefix_repetition_num_prefixes:
+        parser.error(f"--num-prompts is {args.num_requests}, below --prefix-repetition-num-prefixes "
+                     f"{args.prefix_repetition_num_prefixes}: each needs a request")
+    if (args.dataset_path is not None) != DATASETS[args.dataset_name]:
         parser.error("--dataset-path goes with --dataset-name sharegpt or custom, and they with it")
     if args.request_rate is not None and not args.request_rate >= 0:
         parser.error(f"--request-rate is {args.request_rate}; it must be above 0, or inf")

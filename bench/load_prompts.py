@@ -1,4 +1,5 @@
-"""The prompts of `bench serve`: random tokens, conversations of a ShareGPT file, or lines of a file of one's own.
+"""The prompts of `bench serve`: random tokens, with one or several shared prefixes, conversations of a ShareGPT file,
+or lines of a file of one's own.
 
 The same options and seed give the same prompts for every server. Lengths of texts are counted by --tokenizer, else by
 the server's /tokenize, else guessed. A prompt is a list of ids or a text; with it goes max_tokens. Times nothing.
@@ -35,11 +36,31 @@ def random_prompts(args: argparse.Namespace, seed: int | None = None) -> list[Pr
     ]
 
 
+def repeated_prefix_prompts(args: argparse.Namespace, seed: int) -> list[Prompt]:
+    """Ids: each of a few prefixes in front of as many different suffixes, mixed."""
+    generator = random.Random(seed)
+    low, high = args.token_ids
+
+    def tokens(count: int) -> list[int]:
+        return [generator.randint(low, high) for _ in range(count)]
+
+    found: list[Prompt] = []
+    for _ in range(args.prefix_repetition_num_prefixes):
+        prefix = tokens(args.prefix_repetition_prefix_len)
+        for _ in range(args.num_requests // args.prefix_repetition_num_prefixes):
+            found.append((prefix + tokens(args.prefix_repetition_suffix_len), args.prefix_repetition_output_len))
+    if not args.disable_shuffle:
+        generator.shuffle(found)
+    return found
+
+
 async def make_prompts(args: argparse.Namespace, client: Client, seed: int) -> list[Prompt]:
     """The measured requests of one load. Raises ValueError for a file that cannot be used, Refused for a server that
     has no /tokenize where only it knows the chat template."""
     if args.dataset_name == "random":
         return random_prompts(args, seed)
+    if args.dataset_name == "prefix_repetition":
+        return repeated_prefix_prompts(args, seed)
     rows = read_rows(args)
     if not args.disable_shuffle:
         random.Random(seed).shuffle(rows)

@@ -9,11 +9,14 @@ import sys
 import time
 from typing import Any
 
+from bench.compare import MIN_REPEATS, RATES, compare_results, read_result
 from bench.stats import print_json, summary
 from frontend import LLM, SamplingParams
 from ipc.cli import make_parser, read_options
 from ipc.errors import ConfigError, EngineDeadError, RequestError
 from ipc.option_help import OptionParser
+
+SHAPE = ("input_len", "output_len", "prefix_len")
 
 
 def make_bench_parser(name: str, description: str) -> tuple[OptionParser, Any]:
@@ -28,6 +31,7 @@ def make_bench_parser(name: str, description: str) -> tuple[OptionParser, Any]:
     add("--prefix-len", "--random-prefix-len", type=int, default=0, metavar="N", help="tokens in front that all share")
     add("--bench-seed", type=int, default=0, metavar="N", help="the same seed draws the same prompts")
     add("--json", "--output-json", metavar="FILE", help="write the JSON object there too")
+    add("--compare", metavar="FILE", help="an earlier result: say what changed by more than noise")
     return parser, group
 
 
@@ -42,6 +46,14 @@ def parse_bench(parser: OptionParser, argv: list[str] | None) -> tuple[str, dict
     engine = {name: options.pop(name) for name in list(options) if name in parser.engine_options}
     engine.setdefault("log_level", "warning")
     return model, engine, options
+
+
+def old_result(own: dict[str, Any]) -> dict[str, Any] | None:
+    """Of --compare, read before anything is measured. Raises ConfigError."""
+    try:
+        return read_result(own["compare"]) if own.get("compare") else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def random_prompts(own: dict[str, Any], count: int, num_tokens: int) -> list[list[int]]:
@@ -82,7 +94,10 @@ def run(model: str, engine: dict[str, Any], own: dict[str, Any]) -> dict[str, An
     middle = sorted(elapsed)[len(elapsed) // 2]
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    spread = (max(elapsed) - min(elapsed)) / 2 / middle
+    load = {"concurrency": own["num_prompts"], "model": model, **{name: own[name] for name in SHAPE}}
     return {
+        "load": load, "num_repeats": len(elapsed), "noise": dict.fromkeys(RATES[:3], round(spread, 4)),
         "model": model, "num_prompts": own["num_prompts"], "input_len": own["prefix_len"] + own["input_len"],
         "output_len": own["output_len"], "start_s": round(start_s, 2), "elapsed_s": round(middle, 4),
         "elapsed_runs_s": [round(seconds, 4) for seconds in elapsed], "prompt_tokens": num_prompt,
@@ -103,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         model, engine, own = parse_bench(parser, argv)
         if own["num_prompts"] < 1 or own["num_iters"] < 1:
             parser.error("--num-prompts and --num-iters must be at least 1")
+        old = old_result(own)
         result = run(model, engine, own)
     except (ConfigError, EngineDeadError, RequestError) as error:
         return report_failure("offline", error, own.get("json"))
@@ -110,6 +126,9 @@ def main(argv: list[str] | None = None) -> int:
           f"{result['output_tok_s']:.2f} output tokens/s")
     print(f"Total num prompt tokens:  {result['prompt_tokens']}")
     print(f"Total num output tokens:  {result['output_tokens']}")
+    if old is not None:
+        rows = compare_results(old, result, f"--num-iters {MIN_REPEATS}")
+        result["compare"] = {"file": own["compare"], "rows": rows}
     print_json(result, own.get("json"))
     return 0
 

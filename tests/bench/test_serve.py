@@ -12,7 +12,7 @@ import pytest
 
 from bench.load_client import split_response
 from bench.load_options import parse_args
-from bench.load_prompts import random_prompts
+from bench.load_prompts import random_prompts, repeated_prefix_prompts
 from bench.serve import main
 from bench.serving_report import flat_figures, num_good, peak_requests, peak_tokens, result_file
 from bench.stats import RequestRecord, decode_rate, percentile, prefill_rate, serving_figures, summary
@@ -300,7 +300,9 @@ def test_options_of_other_benchmarks_mean_the_same(tmp_path: Path) -> None:
     (["--random-range-ratio", "1"], "allowed is 0 to below 1"), (["--concurrency", "1,0"], "0 is below 1"),
     (["--goodput", "itl:5"], "names no metric of requests"), (["--percentile-metrics", "ttft,x"], "'x' is not one of"),
     (["--metric-percentiles", "101"], "outside 0 to 100"), (["--burstiness", "0"], "must be above 0"),
-    (["--dataset-name", "sharegpt"], "goes with --dataset-name"), (["--header", "x"], "is not KEY=VALUE"),
+    (["--dataset-name", "sharegpt"], "goes with --dataset-name"), (["--dataset-path", "x"], "goes with --dataset-name"),
+    (["--dataset-name", "prefix_repetition", "--num-prompts", "9"], "each needs a request"),
+    (["--header", "x"], "is not KEY=VALUE"),
     (["--header", "x=a\r\ny: b"], "is not KEY=VALUE"), (["--extra-body", "[]"], "is no JSON object"),
     (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"), (["--ramp-up-end-rps", "1"], "go with --ramp-up"),
     (["--ramp-up-strategy", "linear", "--request-rate", "1"], "exclude each other")])
@@ -492,3 +494,15 @@ def test_lines_of_a_file_of_ones_own_go_through_the_chat_template_of_the_server(
     capsys.readouterr()
     assert main([*options, "--custom-output-len", "-1"]) == 1           # the second line does not say how long
     assert "output_tokens (integer above 0)" in capsys.readouterr().err
+
+
+def test_prefixes_repeat_in_front_of_different_suffixes() -> None:
+    options = ("--dataset-name prefix_repetition --num-prompts 11 --prefix-repetition-num-prefixes 3 "
+               "--prefix-repetition-prefix-len 8 --prefix-repetition-suffix-len 5 --output-len 4").split()
+    found = repeated_prefix_prompts(parse_args(options), 1)
+    assert found == repeated_prefix_prompts(parse_args(options), 1) != repeated_prefix_prompts(parse_args(options), 2)
+    assert {(len(ids), length) for ids, length in found} == {(13, 4)} and len(found) == 9
+    prefixes = [tuple(ids[:8]) for ids, _ in found]
+    assert sorted(map(prefixes.count, set(prefixes))) == [3, 3, 3] and len({tuple(ids[8:]) for ids, _ in found}) == 9
+    plain = [tuple(ids[:8]) for ids, _ in repeated_prefix_prompts(parse_args([*options, "--disable-shuffle"]), 1)]
+    assert plain[:3] == [plain[0]] * 3 and plain[3] != plain[0] and prefixes != plain
