@@ -145,6 +145,8 @@ class EngineCore:
         if message.is_replay:                   # accepted before: a full queue is no reason to end it now
             return 0, ""
         waiting, config = self.scheduler.waiting, self.config
+        if not len(waiting):                    # one that is over a bound alone could never be served
+            return 0, ""
         if config.max_num_queued_reqs and len(waiting) + len(ids) > config.max_num_queued_reqs:
             return OVERLOADED, (f"{len(waiting)} requests wait and at most {config.max_num_queued_reqs} may; try "
                                 "again, or raise --max-num-queued-reqs")

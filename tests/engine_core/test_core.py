@@ -157,6 +157,18 @@ def test_a_queue_may_be_bounded_by_tokens():
     engine.assert_idle()
 
 
+@pytest.mark.parametrize("bounds", [dict(max_num_queued_reqs=1), dict(max_num_queued_tokens=3)])
+def test_a_request_over_a_bound_of_the_queue_is_served_when_nobody_waits(bounds):
+    """It was told to try again, on an idle engine too."""
+    engine = Engine(**bounds)
+    engine.core.handle(0, choices_message(10, 2))
+    engine.core.handle(0, choices_message(20, 1))       # but nobody may wait behind it
+    engine.run()
+    assert engine.ends[20].error_code == OVERLOADED
+    assert engine.ends[10].reason == engine.ends[11].reason == FINISH_LENGTH
+    engine.assert_idle()
+
+
 # ---------------------------------------------------------------- the window
 
 @pytest.mark.parametrize("is_async, window", [(False, 1), (True, 2)])
