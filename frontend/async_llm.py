@@ -351,8 +351,7 @@ class AsyncLLM:
 
     async def embed(self, prompt: Prompt, **options: Any) -> list[float]:
         """`encode`, as a list of numbers."""
-        vector: list[float] = (await self.encode(prompt, **options)).outputs.data.tolist()
-        return vector
+        return (await self.encode(prompt, **options)).outputs.embedding
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests by the names that generate() was given: their iterators then yield a last output whose choices
@@ -378,10 +377,15 @@ class AsyncLLM:
         return pack_ids(prompt)
 
     async def chat(self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None, *,
-                   tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
+                   tools: list[dict[str, Any]] | None = None, documents: list[dict[str, Any]] | None = None,
+                   reasoning_effort: str | None = None, add_generation_prompt: bool = True,
+                   continue_final_message: bool = False, chat_template_kwargs: dict[str, Any] | None = None,
                    **arguments: Any) -> AsyncGenerator[RequestOutput, None]:
-        """`generate` for a conversation, rendered by the model's chat template."""
-        tokens = self.render_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        """`generate` for a conversation, rendered by the model's chat template; `arguments` are those of generate."""
+        tokens = self.render_chat(messages, tools=tools, documents=documents, reasoning_effort=reasoning_effort,
+                                  add_generation_prompt=add_generation_prompt,
+                                  continue_final_message=continue_final_message,
+                                  chat_template_kwargs=chat_template_kwargs)
         stream = self.generate(tokens, sampling_params, **arguments)
         try:
             async for output in stream:

@@ -84,7 +84,7 @@ class LLM:
 
     def embed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[list[float]]:
         """`encode`, as lists of numbers."""
-        return [output.outputs.data.tolist() for output in self.encode(prompts, **options)]
+        return [output.outputs.embedding for output in self.encode(prompts, **options)]
 
     async def _generate_all(self, prompts: list[Prompt], params: list[SamplingParams], priority: list[int],
                             use_tqdm: bool) -> list[RequestOutput]:

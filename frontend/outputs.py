@@ -75,6 +75,12 @@ class PoolingOutput:
     """The vector of one prompt."""
     data: np.ndarray                            # float32 [E]
 
+    @property
+    def embedding(self) -> list[float]:
+        """The same as numbers."""
+        numbers: list[float] = self.data.tolist()
+        return numbers
+
 
 @dataclasses.dataclass(slots=True)
 class PoolingRequestOutput:

@@ -28,6 +28,9 @@ def main() -> None:
         stopped = client.messages.create(model=MODEL, max_tokens=8, messages=HELLO, system="Be brief.",
                                          stop_sequences=[end], extra_body=GREEDY)
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", end), (stopped, text)
+        plain = client.messages.create(model=MODEL, max_tokens=8, messages=HELLO, system="Be brief.",
+                                       thinking={"type": "disabled"}, extra_body=GREEDY)
+        assert plain.content[0].text == text, plain
         try:
             client.messages.create(model="nobody", max_tokens=8, messages=HELLO)
             raise AssertionError("an unknown model is served")

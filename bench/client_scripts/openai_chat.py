@@ -85,6 +85,14 @@ def check_responses(client: openai.OpenAI) -> None:
     stream = client.responses.create(model=MODEL, input="Hi", max_output_tokens=16, stream=True)
     kinds = [event.type for event in stream]
     assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
+    probable = client.responses.create(model=MODEL, input="Name a colour.", max_output_tokens=4, top_logprobs=2,
+                                       include=["message.output_text.logprobs"])
+    entries = probable.output[0].content[0].logprobs
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode("utf-8", "replace") == probable.output_text
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+    talk = [{"role": "user", "content": f"{number} " + "word " * 400} for number in range(30)]
+    cut = client.responses.create(model=MODEL, input=talk, max_output_tokens=4, truncation="auto")
+    assert 400 < cut.usage.input_tokens < 12_000, cut.usage       # all of them have more
     parsed = client.responses.parse(model=MODEL, input="Describe Paris as JSON.", text_format=City,
                                     max_output_tokens=200, temperature=0)
     assert isinstance(parsed.output_parsed, City)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from frontend.chat_template import ChatTemplate
+from frontend.chat_template import ChatTemplate, has_thinking_switch
 from frontend.detokenizer import make_detokenizer
+from frontend.reasoning import detect_reasoning
 from frontend.tokenizer import Tokenizer
 from ipc.aliases import ALIASES
 from ipc.model_config import from_hf_config
@@ -79,6 +80,11 @@ def test_prompts_are_those_of_transformers(tokenizer: Tokenizer, oracle: Any, na
     theirs = oracle.apply_chat_template(CHATS[name], tools=tools, tokenize=False, add_generation_prompt=True, **extra)
     assert ours == theirs
     assert tokenizer.encode_ids(ours, False) == oracle(theirs, add_special_tokens=False).input_ids
+
+
+def test_its_template_has_the_switch_and_the_tags_of_thoughts(tokenizer: Tokenizer) -> None:
+    sources = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens).sources
+    assert any(map(has_thinking_switch, sources)) and detect_reasoning(sources)
 
 
 def test_deltas_add_up_to_the_whole_text_over_ten_megabytes(tokenizer: Tokenizer) -> None:

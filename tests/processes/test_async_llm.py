@@ -181,6 +181,10 @@ def test_a_conversation_goes_through_the_models_template(engine: RunningEngine) 
         outputs = [output async for output in engine.llm.chat(messages, greedy(), output_kind="final")]
         assert outputs[0].prompt_token_ids == engine.llm.tokenizer.encode_ids(rendered, False)
         assert outputs[0].prompt_token_ids[0] == 298
+        begun = [*messages, {"role": "assistant", "content": "Wel"}]
+        outputs = [output async for output in engine.llm.chat(
+            begun, greedy(), output_kind="final", add_generation_prompt=False, continue_final_message=True)]
+        assert outputs[0].prompt_token_ids == engine.llm.tokenizer.encode_ids(rendered + "Wel", False)
     engine.loop.run(run())
 
 
