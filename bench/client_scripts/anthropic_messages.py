@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
+import typing
 
 import anthropic
+import pydantic
 
 URL, MODEL = sys.argv[1], sys.argv[2]
 HELLO = [{"role": "user", "content": "Name a colour."}]
 GREEDY = {"temperature": 0}    # newer clients have no argument for it
+
+
+class Colour(pydantic.BaseModel):
+    """What is asked for."""
+
+    name: typing.Literal["red", "green", "blue"]
 
 
 def main() -> None:
@@ -28,6 +36,10 @@ def main() -> None:
         stopped = client.messages.create(model=MODEL, max_tokens=8, messages=HELLO, system="Be brief.",
                                          stop_sequences=[end], extra_body=GREEDY)
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", end), (stopped, text)
+        if hasattr(client.messages, "parse"):       # newer clients
+            parsed = client.messages.parse(model=MODEL, max_tokens=100, messages=HELLO, output_format=Colour,
+                                           extra_body=GREEDY)
+            assert isinstance(parsed.parsed_output, Colour), parsed
         plain = client.messages.create(model=MODEL, max_tokens=8, messages=HELLO, system="Be brief.",
                                        thinking={"type": "disabled"}, extra_body=GREEDY)
         assert plain.content[0].text == text, plain

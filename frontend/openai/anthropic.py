@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from frontend.openai.anthropic_blocks import Block, Blocks, chat_choice, chat_tools, conversation, event
+from frontend.openai.anthropic_output import read_output
 from frontend.openai.anthropic_thinking import read_thinking
 from frontend.openai.chat import render
-from frontend.openai.chat_call import ChatCall, make_call
+from frontend.openai.chat_call import ChatCall, make_call, theirs
 from frontend.openai.chat_parts import ChoiceParts
 from frontend.openai.dialect import ANTHROPIC
 from frontend.openai.engine import EngineLike
@@ -26,7 +27,7 @@ from frontend.outputs import CompletionOutput, RequestOutput
 from frontend.tools.request import ToolUse, tool_use
 from ipc.errors import RequestError
 
-RENAMED = {"stop_sequences": "stop"}
+RENAMED = {"stop_sequences": "stop", "output_config.effort": "reasoning_effort"}
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
@@ -39,6 +40,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Any = None
     thinking: dict[str, Any] | None = None      # anthropic_thinking.py
+    output_config: dict[str, Any] | None = None     # anthropic_output.py
+    output_format: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -63,7 +66,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 NEUTRAL: NeutralValues = {
     "billing_policy": (), "compaction": (), "container": (), "context_management": ({}, {"edits": []}),
     "diagnostics": (), "fallback_credit_token": (), "fallbacks": ([],), "inference_geo": (), "thread": (),
-    "mcp_servers": ([],), "output_config": ({},), "output_format": (), "speed": ("standard",),
+    "mcp_servers": ([],), "speed": ("standard",),
     "user_profile_id": (), "workspace_id": (),
     "ec_transfer_params": (), "kv_transfer_params": (), "mm_payload": ("tensors",), "return_mm_kwargs": (False,),
     "vllm_xargs": ({},), "watermarking": (False,),      # vLLM's
@@ -112,10 +115,11 @@ async def create_message(exchange: Exchange, engine: EngineLike) -> None:
     request, num_bytes = await exchange.read_fields(MessagesRequest, NEUTRAL)
     check_model(engine, request.model)
     shows_thinking = _read_thinking(request, engine, request.max_tokens)
+    form, effort = read_output(request.output_config, request.output_format)
     messages, continues = conversation(request.system, request.messages)
     call = await make_call(engine, request, messages, num_bytes, f"msg_{secrets.token_hex(16)}",
                            exchange.cache_salt(request.cache_salt), RENAMED, continue_final_message=continues,
-                           tools=_tools(request, engine))
+                           tools=_tools(request, engine), form=form, reasoning_effort=effort)
     parts = call.parts(shows_thinking)
     if request.stream:
         await _stream(exchange, call, parts)
@@ -140,11 +144,15 @@ async def count_tokens(exchange: Exchange, engine: EngineLike) -> None:
     request, num_bytes = await exchange.read_fields(CountTokensRequest, NEUTRAL)
     check_model(engine, request.model)
     _read_thinking(request, engine, None)
+    _, effort = read_output(request.output_config, request.output_format)
     messages, continues = conversation(request.system, request.messages)
     tools = _tools(request, engine)
-    prompt = await render(engine, messages, num_bytes, continue_final_message=continues,
-                          chat_template_kwargs=request.chat_template_kwargs,
-                          tools=None if tools is None else tools.shown)
+    try:
+        prompt = await render(engine, messages, num_bytes, continue_final_message=continues,
+                              chat_template_kwargs=request.chat_template_kwargs,
+                              tools=None if tools is None else tools.shown, reasoning_effort=effort)
+    except RequestError as error:
+        raise theirs(error, RENAMED) from None
     await exchange.reply(200, msgspec.json.encode(CountTokensAnswer(len(prompt) // 4)))
 
 

@@ -72,7 +72,7 @@ async def make_call(engine: EngineLike, request: msgspec.Struct, messages: list[
         else:
             prompt = await prompt_of(messages)
     except RequestError as exc:
-        raise _theirs(exc, renamed) from None
+        raise theirs(exc, renamed) from None
     if params.max_tokens is None:
         room = engine.default_max_tokens(len(prompt) // 4)
         if room >= 1:                           # else the engine refuses the prompt, with both numbers
@@ -90,13 +90,13 @@ def _params(request: msgspec.Struct, renamed: Mapping[str, str], logprobs: int |
     try:
         return SamplingParams(**{**given, "logprobs": logprobs})
     except RequestError as exc:
-        raise _theirs(exc, renamed) from None
+        raise theirs(exc, renamed) from None
 
 
-def _theirs(exc: RequestError, renamed: Mapping[str, str]) -> RequestError:
+def theirs(exc: RequestError, renamed: Mapping[str, str]) -> RequestError:
     """The same with the API's name of the field."""
-    theirs = {ours: field for field, ours in renamed.items()}.get(exc.param or "")
-    return exc if theirs is None else RequestError(str(exc).replace(exc.param or "", theirs, 1), theirs)
+    name = {ours: field for field, ours in renamed.items()}.get(exc.param or "")
+    return exc if name is None else RequestError(str(exc).replace(exc.param or "", name, 1), name)
 
 
 def text_of(content: Any, where: str, kinds: tuple[str, ...]) -> str:

@@ -11,6 +11,7 @@ import pytest
 from frontend.openai.anthropic import NEUTRAL, MessagesRequest
 from frontend.openai.app import build_app
 from ipc.errors import EngineDeadError, OverloadedError
+from ipc.structured_outputs import StructuredOutputs
 from tests.frontend.fake_llm import MODEL, FakeLLM, answer_text, post
 
 PATH = "/v1/messages"
@@ -72,6 +73,26 @@ def test_blocks_are_joined_neighbours_merged_and_a_last_answer_continued() -> No
     assert options["continue_final_message"] and not options["add_generation_prompt"]
 
 
+FORM = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize("fields", [{"output_config": {"format": FORM}}, {"output_format": FORM}])
+def test_a_schema_of_the_answer_reaches_the_engine(fields: dict[str, Any]) -> None:
+    llm = FakeLLM()
+    assert create(llm, **fields).status_code == 200
+    assert llm.calls[-1]["params"].structured_outputs == StructuredOutputs(json=FORM["schema"])  # type: ignore[arg-type]
+
+
+def test_an_effort_reaches_a_template_that_has_levels() -> None:
+    llm = FakeLLM()
+    llm.has_levels = True
+    assert create(llm, output_config={"effort": "high"}).status_code == 200
+    assert llm.chats[-1][1]["reasoning_effort"] == "high"
+    body = {"messages": USER, "output_config": {"effort": "high"}}
+    refused = asyncio.run(post(build_app(FakeLLM()), "/v1/messages/count_tokens", body))
+    assert refused.status_code == 400 and "output_config.effort: the template" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("fields, name", [
     ({"messages": []}, "messages"), ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
@@ -86,7 +107,15 @@ def test_blocks_are_joined_neighbours_merged_and_a_last_answer_continued() -> No
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
      "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
-     "messages[0].content[0].tool_use_id"), ({"thinking": {"type": "enabled"}}, "thinking"), ({"top_p": 2}, "top_p")])
+     "messages[0].content[0].tool_use_id"), ({"thinking": {"type": "enabled"}}, "thinking"), ({"top_p": 2}, "top_p"),
+    ({"output_config": {"effort": "high"}}, "output_config.effort: the template has no levels"),
+    ({"output_config": {"effort": 3}}, "output_config.effort must be text"),
+    ({"output_config": {"task_budget": {}}}, "output_config.task_budget is not supported"),
+    ({"output_config": {"format": {"type": "text"}}}, 'output_config.format must be {"type": "json_schema"'),
+    ({"output_format": {"type": "json_schema"}}, "output_format must be"),
+    ({"output_config": {"format": FORM}, "output_format": FORM}, "give one of them"),
+    ({"output_config": {"format": FORM}, "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+      "tool_choice": {"type": "any"}}, "tool_choice")])
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
     response = create(**fields)
     body = response.json()

@@ -54,7 +54,8 @@ HONOURED: dict[str, dict[str, Any]] = {
     MESSAGES: {"system": "Be brief.", "stop_sequences": ["zz"], "stream": True, "temperature": 0.5, "top_p": 0.5,
                "top_k": 7, "tools": [CLAUDE_TOOL], "thinking": {"type": "disabled"}, "chat_template_kwargs": {"a": 1},
                **{name: SAMPLING[name] for name in ("seed", "min_p", "min_tokens", "ignore_eos")},
-               "priority": 3, "cache_salt": "s"}}
+               "priority": 3, "cache_salt": "s", "output_config": {"effort": "low"},
+               "output_format": {"type": "json_schema", "schema": {"type": "object"}}}}
 CUT = ({"truncate_prompt_tokens": 1}, "right")
 # Those that only mean something beside others: (others, value).
 TOGETHER: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
@@ -103,7 +104,7 @@ REFUSED: dict[str, dict[str, Any]] = {
                  "chat_template_kwargs": {"a": 1}, "add_generation_prompt": True, "continue_final_message": True},
     MESSAGES: {**REFUSED_VLLM, "container": "c", "context_management": {"edits": [{"type": "x"}]},
                "mcp_servers": [{"name": "m"}],
-               "output_config": {"effort": "low"}, "output_format": {"type": "json_schema"}, "speed": "fast",
+               "speed": "fast",
                "inference_geo": "us", "diagnostics": {"a": 1}, "user_profile_id": "u", "workspace_id": "w",
                "billing_policy": "x", "compaction": {"a": 1}, "fallback_credit_token": "t", "fallbacks": ["m"],
                "thread": "t"}}
