@@ -91,7 +91,15 @@ VLLM = """--model --served-model-name --tokenizer --revision --dtype --quantizat
 --allowed-methods --allowed-headers --allow-credentials --enable-request-id-headers --enable-force-include-usage
 --enable-prompt-tokens-details --disable-uvicorn-access-log --disable-access-log-for-endpoints --max-num-queued-reqs
 --shutdown-timeout --otlp-traces-endpoint --profiler-config --log-level --enable-log-requests --disable-log-stats
---config""".split()
+--config --distributed-executor-backend --data-parallel-size-local --disable-custom-all-reduce --max-cpu-loras
+--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path --runner --convert --task --pooler-config
+--compilation-config --optimization-level -O --kv-transfer-config --kv-events-config --kv-offloading-size
+--cpu-offload-gb --worker-cls --scheduler-cls --spec-method --spec-tokens --enable-log-outputs --disable-log-requests
+--max-log-len --log-config-file --enable-sleep-mode --enable-server-load-tracking --show-hidden-metrics-for-version
+--return-tokens-as-token-ids --response-role --trust-request-chat-template --tool-server --tool-parser-plugin
+--enable-prompt-embeds --hf-overrides --hf-token --tokenizer-mode --skip-tokenizer-init --logprobs-mode
+--disable-sliding-window --disable-cascade-attn --use-tqdm-on-load --model-impl --config-format --additional-config
+--attention-config --prefix-caching-hash-algo""".split()
 SGLANG = """--model-path --tp --mem-fraction-static --context-length --chunked-prefill-size --max-running-requests
 --schedule-policy --grammar-backend""".split()
 
