@@ -129,6 +129,8 @@ def cut(values, weights, n, low, hint, high, target, room_values, room_weights):
         kept = _shrink(values, weights, n, low, end, room_values, room_weights)
         removed += upper
         values, weights, n = room_values, room_weights, (kept + 15) // 16 * 16
+        if kept == 0:                           # all together do not reach the target, and none is left to be cut off
+            return low
         if kept <= FEW:
             _sort(values, weights, kept)
             for i in range(kept):

@@ -117,7 +117,8 @@ class RowKernels:
         return kept[0]
 
     def share(self, part: Callable[[int, int], None], count: int, width: int) -> None:
-        """part(begin, end) over rows of so many logits, by as many threads as are worth it."""
+        """part(begin, end) over rows of so many logits, by as many threads as are worth it. Each takes the next few
+        rows until there are none: nobody waits for a thread that is not there yet, because its core is busy, say."""
         threads = 1 if count == 1 else min(_num_threads or torch.get_num_threads(), count,
                                            max(1, count * width // WORTH_A_THREAD))
         if threads <= 1:
@@ -126,11 +127,17 @@ class RowKernels:
         if self._pool is None or self._pool_size < threads - 1:
             self._pool = ThreadPoolExecutor(threads - 1, "sampler")
             self._pool_size = threads - 1
-        bounds = [count * i // threads for i in range(threads + 1)]
-        waiting = [self._pool.submit(part, begin, end) for begin, end in zip(bounds[1:-1], bounds[2:])]
-        part(0, bounds[1])
-        for future in waiting:
-            future.result()
+        few = max(1, min(count // (2 * threads), WORTH_A_THREAD // width))
+        begins = iter(range(0, count, few))     # one `next` is one step of the interpreter: no lock
+
+        def take() -> None:
+            for begin in begins:
+                part(begin, min(begin + few, count))
+        others = [self._pool.submit(take) for _ in range(threads - 1)]
+        take()
+        for other in others:
+            if not other.cancel():              # it has begun
+                other.result()
 
 
 def _as(column: np.ndarray, dtype: type) -> np.ndarray:
