@@ -64,12 +64,14 @@ def pad_list(values, n):  # type: ignore[no-untyped-def]
 def kth_bound(chunk_max, chunks, largest, k, values, weights, room_values, room_weights):  # type: ignore[no-untyped-def]
     """A limit that at least k logits reach: so many chunks have one as large; else the lowest float."""
     if k > chunks:
-        return _LOWEST
+        return _F32(_LOWEST)
     for c in range(chunks):
         set_f32(values, c, get_f32(chunk_max, c))
     n = pad_list(values, chunks)
     list_ones(values, n, weights)
-    return cut(values, weights, n, _LOWEST, _MINUS_INF, largest, np.float64(k), room_values, room_weights)
+    limit = cut(values, weights, n, _LOWEST, _MINUS_INF, largest, np.float64(k), room_values, room_weights)
+    # Fewer chunks may have a finite logit at all: then a chunk may hold several of the first k.
+    return limit if weight_from(values, weights, n, limit) >= k else _F32(_LOWEST)
 
 
 @device

@@ -107,7 +107,7 @@ class Sampler:
             from worker.sampling import device_rows
             codes = device_rows.sample(logits, width, params).cpu().numpy()     # the one wait of the step
             return SampleResult(np.maximum(codes, 0), codes < 0, codes == -2)
-        if len(params.word_index):
+        if (params.word_index >= 0).any():
             entries = np.flatnonzero(params.word_index >= 0)
             apply_bitmask(logits, entries, params.words[params.word_index[entries]])
         return self._sample_with_torch(logits, width, params)
