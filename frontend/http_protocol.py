@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 << 10
 REQUEST_READ_S = 60             # from the first byte of a request (or the connection's begin) to its last
+LINGER_S = 2                    # after a refusal; what the client still sends is read for so long, and thrown away
+LINGERING = 64                  # connections at most that may
 SLOW_READER_S = 30              # in which a client must take some of what is buffered for it (64 KiB and the kernel's)
 
 
@@ -44,8 +46,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     Header bytes are counted while they arrive: the parser itself would collect them without end. A request that does
     not arrive whole in REQUEST_READ_S is refused, also one whose first byte never comes. A client that takes nothing of
     its answer for SLOW_READER_S is cut off, which ends its requests; until then what is new for it coalesces in its
-    stream. When one connection more than allowed is made, the one that has been idle longest is closed; the new one is
-    refused only when all are in use.
+    stream. A refusal ends our side only, for a while: a connection that is closed while bytes arrive is reset, which
+    may take the answer from the client. When one connection more than allowed is made, the one that has been idle
+    longest is closed; the new one is refused only when all are in use.
     """
 
     max_connections = 0         # 0: no limit; set by a subclass, for uvicorn makes the instances
@@ -57,6 +60,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _reading: asyncio.TimerHandle | None = None         # runs from the connection or a request's first byte to its last
     _stalled: asyncio.TimerHandle | None = None         # runs while the client does not take what is written
     _idle_since = 0.0
+    _is_lingering = False                               # refused: what arrives is thrown away
+    _num_lingering = 0                                  # of the class
     _socket: BorrowedSocket | None = None               # once an answer asked for it
     _is_retold = False                                  # the parser reads a head that it has read before
 
@@ -68,6 +73,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(_TOO_MANY)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        LimitedHttpProtocol._num_lingering -= self._is_lingering
         _cancel(self._reading)
         _cancel(self._stalled)
         super().connection_lost(exc)
@@ -112,9 +118,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return bool(self.pipeline) or not self.is_idle and (self.cycle.response_started or not self.cycle.more_body)
 
     def _refuse(self, answer: bytes) -> None:
-        if not self.transport.is_closing():
-            if not self._is_earlier_open:
-                self.transport.write(answer)
+        if self.transport.is_closing() or self._is_lingering:
+            return
+        if self._is_earlier_open:
+            self.transport.close()
+            return
+        self.transport.write(answer)
+        if LimitedHttpProtocol._num_lingering < LINGERING and self.transport.can_write_eof():
+            self._is_lingering = True
+            LimitedHttpProtocol._num_lingering += 1
+            self.transport.write_eof()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cycle.disconnected = True  # it reads no more, and writes nothing behind our end
+                self.cycle.message_event.set()
+            _cancel(self._reading)
+            self._reading = self.loop.call_later(LINGER_S, self.transport.close)
+        else:
             self.transport.close()
 
     def on_message_begin(self) -> None:
@@ -171,6 +190,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            return
         self._unset_keepalive_if_required()
         if self._in_headers:
             self._header_bytes += len(data)     # all of it, until a head in it is complete

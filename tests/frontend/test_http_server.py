@@ -179,3 +179,45 @@ def test_a_request_that_came_before_the_idle_time_was_noticed_is_answered(monkey
             server.block(0.4)
         ask(sock)
         assert read_all(sock) == b""            # nothing came: it is closed
+
+
+def test_a_refusal_reaches_a_client_that_is_still_sending() -> None:
+    """Bytes that arrive at a closed connection reset it, and the client loses an answer it has not read."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: \x7f\r\ncontent-length: 1000000\r\n\r\n"
+    with LiveServer(FakeLLM()) as server:
+        for _ in range(3):
+            with connect(server) as sock:
+                sock.sendall(head)
+                time.sleep(0.05)                # the refusal is there, and is not read yet
+                for _ in range(10):
+                    sock.sendall(b"x" * 10_000)
+                    time.sleep(0.005)
+                data = b""
+                while piece := sock.recv(4096):
+                    data += piece
+                assert data.startswith(b"HTTP/1.1 400 ") and b"no HTTP/1.1 request" in data
+
+
+def test_a_refused_connection_ends_although_its_client_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend.http_protocol.LINGER_S", 0.2)
+    with LiveServer(FakeLLM()) as server, connect(server) as sock:
+        sock.sendall(b"no request\r\n\r\n")
+        assert read_all(sock).startswith(b"HTTP/1.1 400 ")
+        deadline = time.monotonic() + 10
+        with pytest.raises(ConnectionError):    # reset, once our side is gone too
+            while time.monotonic() < deadline:
+                sock.sendall(b"x")
+                time.sleep(0.05)
+        assert LimitedHttpProtocol._num_lingering == 0
+
+
+def test_only_so_many_refused_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend.http_protocol.LINGERING", 3)
+    with LiveServer(FakeLLM()) as server:
+        socks = [connect(server) for _ in range(8)]
+        for sock in socks:
+            sock.sendall(b"no request\r\n\r\n")
+            assert read_all(sock).startswith(b"HTTP/1.1 400 ")
+        assert LimitedHttpProtocol._num_lingering <= 3
+        for sock in socks:
+            sock.close()
