@@ -18,6 +18,7 @@ from frontend.cli.batch_file import BatchRequest, error_body
 from frontend.cli.source import ServerSource
 
 GIVE_UP_S = 60.0
+CONNECT_S = 10.0
 ANSWER_S = 3600.0                                # of one request, after which its connection counts as broken
 BROKEN = 503                                     # what a broken connection is told as: to be tried again
 
@@ -59,10 +60,14 @@ class ServerCalls:
         return status, request_id, body
 
     def _connection(self) -> http.client.HTTPConnection:
-        """Of this thread. Raises OSError once closed."""
+        """Of this thread, connected, so that `close` can cut it. Raises OSError once closed."""
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = self._source.connect(ANSWER_S)
+            connection = self._local.connection = self._source.connect(CONNECT_S)
+        if connection.sock is None:              # new, or the server keeps none open
+            connection.connect()
+        if connection.sock is not None:
+            connection.sock.settimeout(ANSWER_S)
         with self._lock:
             if self._is_closed:
                 raise ConnectionError("closed")

@@ -81,8 +81,8 @@ def refusal(request: BatchRequest) -> tuple[int, bytes] | None:
     if request.method.upper() != "POST":
         text = f"method is {request.method[:20]!r}; a batch request is a POST"
         return 400, error_body(400, "BadRequestError", text, "method")
-    if not request.url.startswith("/v1/"):
-        text = f"url is {request.url[:80]!r}; a batch request goes to a path under /v1, say /v1/chat/completions"
+    if not request.url.startswith("/v1/") or not all("!" <= char <= "~" for char in request.url):
+        text = f"url is {request.url[:80]!r}; a batch request goes to a path under /v1, as /v1/chat/completions"
         return 404, error_body(404, "NotFoundError", text, "url")
     if not bytes(request.body).lstrip().startswith(b"{"):
         return 400, error_body(400, "BadRequestError", "body must be a JSON object", "body")

@@ -57,9 +57,15 @@ class ServerSource:
     """Any server with /v1. Raises StartError when there is none, RequestError with the server's own text."""
 
     def __init__(self, url: str, model: str | None = None, api_key: str = "", timeout_s: float = 10.0) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:                       # a port out of range, half an IPv6 address
+            is_url = False
+        if not is_url or not parts.path.isascii():
             raise StartError(f"--url is {url!r}; write it like {DEFAULT_URL}")
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise StartError("the API key has characters that no header may have; it is printable ASCII")
         self._parts, self.root = parts, parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self.headers = {"Content-Type": "application/json"}
         if api_key:

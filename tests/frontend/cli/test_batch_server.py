@@ -75,7 +75,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_go_to_the_server_as_they_are_and_its_answers_and_errors_into_the_file(tmp_path: Path) -> None:
     good = [line(f"r{n}", prompt=f"p{n}") for n in range(20)]
     source = write(tmp_path / "in.jsonl", *good, line("bad", prompt="bad"), line("page", prompt="page"),
-                   line("nowhere", url="/metrics"))
+                   line("nowhere", url="/metrics"), line("umlaut", url="/v1/\u00fc"), line("blank", url="/v1/a b"))
 
     def answer(body: dict[str, Any]) -> Reply:
         if body["prompt"] == "bad":
@@ -87,11 +87,12 @@ def test_lines_go_to_the_server_as_they_are_and_its_answers_and_errors_into_the_
         assert run_batch.main(["-i", source, "-o", target, "--url", url + "/v1", "--api-key", "k",
                                "--max-concurrency", "5"]) == 0
     rows = read(target)
-    assert len(rows) == 23 and set(seen) == {("/v1/completions", "Bearer k")} and len(seen) == 22
+    assert len(rows) == 25 and set(seen) == {("/v1/completions", "Bearer k")} and len(seen) == 22
     assert all(rows[f"r{n}"]["response"]["body"] == {"echo": f"p{n}"} for n in range(20))
     assert rows["r0"]["response"]["request_id"] == "theirs"
     assert rows["bad"]["error"] == {"code": "BadRequestError", "message": "no"}
     assert rows["page"]["error"]["message"] == "<html>" and rows["nowhere"]["response"]["status_code"] == 404
+    assert [rows[name]["response"]["status_code"] for name in ("umlaut", "blank")] == [404, 404]
 
 
 def test_refusals_for_load_and_broken_connections_are_tried_again(tmp_path: Path) -> None:
@@ -106,6 +107,24 @@ def test_refusals_for_load_and_broken_connections_are_tried_again(tmp_path: Path
         assert run_batch.main(["-i", source, "-o", target, "--url", url]) == 0
     assert [row["response"]["status_code"] for row in read(target).values()] == [200, 200]
     assert replies == {"a": [], "b": []}
+
+
+def test_a_server_that_keeps_no_connection_open_answers_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request then makes a connection of its own, with the long wait for its answer."""
+    monkeypatch.setattr(Handler, "protocol_version", "HTTP/1.0")
+    monkeypatch.setattr(batch_server, "CONNECT_S", 0.2)
+    asked: list[str] = []
+
+    def answer(body: dict[str, Any]) -> Reply:
+        asked.append(body["prompt"])
+        time.sleep(0.4)                                 # longer than a connection may take
+        return 200, b"{}"
+
+    target = str(tmp_path / "out.jsonl")
+    with server(answer) as (url, _):
+        source = write(tmp_path / "in.jsonl", *(line(f"r{n}", prompt=f"p{n}") for n in range(3)))
+        assert run_batch.main(["-i", source, "-o", target, "--url", url, "--max-concurrency", "1"]) == 0
+    assert asked == ["p0", "p1", "p2"] and len(read(target)) == 3
 
 
 def test_a_server_that_is_gone_leaves_its_requests_for_the_next_run(

@@ -65,7 +65,9 @@ def test_every_request_is_answered_as_the_server_would(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("request_line", "status", "text"), [
     (line("x", max_tokens=-1), 400, "max_tokens is -1"), (line("x", "/v1/nothing"), 404, "/v1/nothing"),
-    (line("x", "/health"), 404, "a path under /v1"), (line("x", method="GET"), 400, "a batch request is a POST"),
+    (line("x", "/health"), 404, "a path under /v1"), (line("x", "/v1/a b"), 404, "a path under /v1"),
+    (line("x", "/v1/\u00fc"), 404, "a path under /v1"), (line("x", "/v1/\r\n"), 404, "a path under /v1"),
+    (line("x", method="GET"), 400, "a batch request is a POST"),
     (line("x", stream=True), 400, "a batch has no streams"), (line("x", model="other"), 404, "'other' is not served"),
     ('{"custom_id": "x", "url": "/v1/completions", "body": [1]}\n', 400, "body must be a JSON object")])
 def test_a_wrong_request_fails_alone_with_the_errors_of_the_api(tmp_path: Path, request_line: str, status: int,

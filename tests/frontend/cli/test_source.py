@@ -87,8 +87,11 @@ def test_what_goes_wrong_has_its_own_exception(reply: Reply, error: type[Excepti
 def test_no_server_and_no_url_are_refused_in_one_line() -> None:
     with pytest.raises(StartError, match="no server answers at http://127.0.0.1:1: .*python launch.py --model"):
         ServerSource("127.0.0.1:1")
-    with pytest.raises(StartError, match="write it like http://127.0.0.1:8000"):
-        ServerSource("ftp://x")
+    for url in ("ftp://x", "http://", "127.0.0.1:99999", "http://127.0.0.1:many", "http://[::1", "http://x/\u00fc"):
+        with pytest.raises(StartError, match="write it like http://127.0.0.1:8000"):
+            ServerSource(url)
+    with pytest.raises(StartError, match="API key"):
+        ServerSource("127.0.0.1:1", api_key="a\nb")
 
 
 def test_a_chunk_without_anything_is_an_empty_piece() -> None:
