@@ -27,7 +27,7 @@ from frontend.engine_client import EngineClient
 from frontend.grammar_check import GrammarChecker
 from frontend.grammar_prepare import GrammarPreparer
 from frontend.outputs import OutputKind, PoolingOutput, PoolingRequestOutput, RequestOutput
-from frontend.prompts import Prompt, read_prompt
+from frontend.prompts import Prompt, checked_salt, read_prompt
 from frontend.reasoning import detect_reasoning
 from frontend.request_context import CURRENT
 from frontend.request_log import RequestLog, RequestRecord
@@ -40,7 +40,7 @@ from ipc.attach import read_engine_file
 from ipc.cli import build_config
 from ipc.config import EngineConfig, ModelSection, Peer
 from ipc.engine_process import EngineProcess
-from ipc.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
+from ipc.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError, shown
 from ipc.messages import AddRequest, EngineReady, EngineUp, PeerDown, PeerUp, Phase
 from ipc.progress import EngineProgress
 from ipc.sampling_params import SamplingParams, check_priority
@@ -52,6 +52,13 @@ WATCH_INTERVAL_S = 0.1
 EARLY_S = 1.0                                   # before the supervisor ends a silent process, /ready says no
 FILE_INTERVAL_S = 0.5
 ATTACHED_NUMBERS = 1 << 22                      # frontend numbers from here on belong to programs that attach
+
+
+class _Opening:
+    """A request that is read and checked, and not yet with the engine."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.is_aborted = name, False
 
 
 class AsyncLLM:
@@ -72,6 +79,7 @@ class AsyncLLM:
         self._watch: asyncio.Task[None] | None = None        # runs before the core is ready: that may end before
         self._waiter: asyncio.Task[None] | None = None
         self._names = itertools.count()
+        self._openings: set[_Opening] = set()
         self._grammars = GrammarChecker()
         self._resumed = asyncio.Event()         # clear: new requests wait
         self._resumed.set()
@@ -270,30 +278,40 @@ class AsyncLLM:
         context = CURRENT.get()
         arrival = time.monotonic() if context is None else context.arrival_time
         params = sampling_params if sampling_params is not None else SamplingParams()
-        read = read_prompt(prompt)
-        tokens = await self._tokens(read.tokens_or_text, add_special_tokens)
-        if params.seed is None:
-            params = params.replace(seed=secrets.randbits(63))
-        if params.bad_words:
-            params = params.replace(bad_words_token_ids=self._bad_word_tokens(params))
-        params.check_for_model(self.vocab_size)
-        if params.structured_outputs is not None:
-            seconds = await self._grammars.check(params.structured_outputs)
-            await self._preparer.prepare(params.structured_outputs, seconds)
-        stream = RequestStream(request_id or f"request-{next(self._names)}", read.text, tokens, params, output_kind,
-                               arrival, sink)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, not {type(params).__name__}",
+                               "sampling_params")
+        read, priority = read_prompt(prompt), check_priority(priority)
+        salt = checked_salt(cache_salt) or read.cache_salt
+        opening = _Opening(request_id or f"request-{next(self._names)}")
+        self._openings.add(opening)
+        try:
+            tokens = await self._tokens(read.tokens_or_text, add_special_tokens)
+            if params.seed is None:
+                params = params.replace(seed=secrets.randbits(63))
+            if params.bad_words:
+                params = params.replace(bad_words_token_ids=self._bad_word_tokens(params))
+            params.check_for_model(self.vocab_size)
+            if params.structured_outputs is not None:
+                seconds = await self._grammars.check(params.structured_outputs)
+                await self._preparer.prepare(params.structured_outputs, seconds)
+            if self.is_paused:
+                await self._wait_resumed(opening)
+        finally:
+            self._openings.discard(opening)
+        stream = RequestStream(opening.name, read.text, tokens, params, output_kind, arrival, sink)
         stream.context = context
         wire = params.replace(n=1, stop=[], bad_words=[]) if params.stop or params.bad_words or params.n > 1 else params
         stream.choices = [Choice(stream, number, index, self.tokenizer)
                           for index, number in enumerate(client.next_ids(params.n))]
-        if self.is_paused:
-            await self._wait_resumed()
         try:
             stream.metrics.sent_time = time.monotonic()
-            client.add(stream.choices, AddRequest(
-                stream.choices[0].request_id, memoryview(tokens), wire, num_choices=params.n,
-                priority=check_priority(priority), arrival_time=arrival,
-                cache_salt=cache_salt or read.cache_salt))
+            if opening.is_aborted:
+                client.end(stream)
+            else:
+                client.add(stream.choices, AddRequest(
+                    stream.choices[0].request_id, memoryview(tokens), wire, num_choices=params.n, priority=priority,
+                    arrival_time=arrival, cache_salt=salt))
             while True:
                 output = await stream.next()
                 yield output
@@ -329,7 +347,8 @@ class AsyncLLM:
         if pooling not in ("last", "mean"):
             raise RequestError(f"pooling is {pooling!r}; allowed are last and mean", "pooling")
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, pooling=pooling, pooling_normalize=normalize)
-        read = read_prompt(prompt)
+        read, priority = read_prompt(prompt), check_priority(priority)
+        salt = checked_salt(cache_salt) or read.cache_salt
         tokens = await self._tokens(read.tokens_or_text, add_special_tokens)
         stream = RequestStream(request_id or f"request-{next(self._names)}", None, tokens, params, "final")
         stream.choices = [Choice(stream, client.next_ids(1)[0], 0, self.tokenizer)]
@@ -337,8 +356,8 @@ class AsyncLLM:
             await self._wait_resumed()
         try:
             client.add(stream.choices, AddRequest(
-                stream.choices[0].request_id, memoryview(tokens), params, priority=check_priority(priority),
-                arrival_time=stream.metrics.arrival_time, cache_salt=cache_salt))
+                stream.choices[0].request_id, memoryview(tokens), params, priority=priority,
+                arrival_time=stream.metrics.arrival_time, cache_salt=salt))
             output = await stream.next()
         finally:
             if not stream.is_finished or stream.error is not None:
@@ -361,6 +380,8 @@ class AsyncLLM:
         for stream in client.streams:
             if stream.request_id in names:
                 client.end(stream)
+        for opening in self._openings:
+            opening.is_aborted |= opening.name in names
 
     async def _tokens(self, prompt: str | list[int] | bytes, add_special_tokens: bool) -> bytes:
         if isinstance(prompt, str):
@@ -373,7 +394,8 @@ class AsyncLLM:
                                "prompt")
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise RequestError(f"prompt contains {token!r}; token ids are 0 to {self.vocab_size - 1}", "prompt")
+                raise RequestError(f"prompt contains {shown(token)}; token ids are 0 to {self.vocab_size - 1}",
+                                   "prompt")
         return pack_ids(prompt)
 
     async def chat(self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None, *,
@@ -420,9 +442,9 @@ class AsyncLLM:
         """Let the waiting requests in. Idempotent."""
         self._resumed.set()
 
-    async def _wait_resumed(self) -> None:
-        """Raises EngineDeadError when the engine ends meanwhile."""
-        while self.is_paused:
+    async def _wait_resumed(self, opening: _Opening | None = None) -> None:
+        """Or until the request is aborted. Raises EngineDeadError when the engine ends meanwhile."""
+        while self.is_paused and not (opening is not None and opening.is_aborted):
             self._engine()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_INTERVAL_S):

@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -13,7 +13,7 @@ from frontend.async_llm import AsyncLLM
 from frontend.outputs import PoolingRequestOutput, RequestOutput
 from frontend.prompts import Prompt
 from frontend.tokenizer import Tokenizer
-from ipc.errors import RequestError
+from ipc.errors import RequestError, shown
 from ipc.sampling_params import SamplingParams
 
 Conversations = list[dict[str, Any]] | list[list[dict[str, Any]]]
@@ -54,6 +54,9 @@ class LLM:
         params = sampling_params
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(many)
+        for name, one_each in (("sampling_params", params), ("priority", priority)):
+            if one_each is not None and not isinstance(one_each, Sequence):
+                raise RequestError(f"{name} is a {type(one_each).__name__}; give a list with one each", name)
         if len(params) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(params)} sampling_params; give one for all or one "
                                "each")
@@ -150,10 +153,14 @@ class LLM:
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list."""
+    """One prompt, or several, as a list. Raises RequestError for what is neither."""
     is_one = isinstance(prompts, (str, dict, bytes)) or (
         isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int))
-    return [cast(Prompt, prompts)] if is_one else list(cast(Sequence[Prompt], prompts))
+    if is_one:
+        return [cast(Prompt, prompts)]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts is {shown(prompts)}; give a text, token ids, or a list of such prompts", "prompts")
+    return list(cast(Iterable[Prompt], prompts))
 
 
 def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:

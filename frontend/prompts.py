@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from ipc.errors import RequestError
+from ipc.errors import RequestError, shown
 
 
 class TextPrompt(TypedDict):
@@ -37,14 +37,25 @@ def read_prompt(prompt: Any) -> ReadPrompt:
     given = {name: value for name, value in prompt.items() if value is not None}
     unknown = next((name for name in given if name not in FIELDS), None)
     if unknown is not None:
-        raise RequestError(f"a prompt's {str(unknown)[:60]} is not supported; known are {', '.join(FIELDS)}", "prompt")
+        name = unknown[:60] if isinstance(unknown, str) else shown(unknown)
+        raise RequestError(f"a prompt's {name} is not supported; known are {', '.join(FIELDS)}", "prompt")
     text, ids, salt = (given.get(name) for name in FIELDS)
     if text is None and ids is None:
         raise RequestError("a prompt as a dict needs prompt or prompt_token_ids", "prompt")
-    for name, value in (("prompt", text), ("cache_salt", salt)):
-        if value is not None and not isinstance(value, str):
-            raise RequestError(f"a prompt's {name} must be text, not {type(value).__name__}", "prompt")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"a prompt's prompt must be text, not {type(text).__name__}", "prompt")
     if ids is not None and not isinstance(ids, (list, bytes)):
         raise RequestError(f"a prompt's prompt_token_ids must be a list of token ids, not {type(ids).__name__}",
                            "prompt")
-    return ReadPrompt(text if ids is None else ids, text, salt or "")
+    return ReadPrompt(text if ids is None else ids, text, checked_salt(salt or ""))
+
+
+def checked_salt(salt: Any) -> str:
+    """A cache_salt that can travel: any Unicode text. Raises RequestError."""
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be text, not {type(salt).__name__}", "cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"cache_salt has an unpaired surrogate at position {error.start}", "cache_salt") from None
+    return salt

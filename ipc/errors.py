@@ -68,3 +68,14 @@ def error_from_code(code: int, message: str) -> Exception:
     if code == SHUTDOWN:
         return EngineDeadError(message)
     return RequestFailedError(message)
+
+
+def shown(value: object) -> str:
+    """A value as a message has it: short, whatever it is. Its own repr may fail, as that of a huge integer does."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 60 else text[:57] + "..."

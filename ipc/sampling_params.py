@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ipc.errors import RequestError
+from ipc.errors import RequestError, shown
 from ipc.structured_outputs import StructuredOutputs, read_structured_outputs
 
 MAX_N = 128                 # choices of one request
@@ -30,9 +30,8 @@ PRIORITY_LIMIT = 1 << 31    # with ageing a priority stays within an int64 colum
 
 def check_priority(value: int | None) -> int:
     """The priority of a request, 0 when none is given. Raises RequestError: it would not fit the queue's columns."""
-    priority = value or 0
-    if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
-        raise RequestError(f"priority is {priority}; allowed are {-PRIORITY_LIMIT} to {PRIORITY_LIMIT - 1}", "priority")
+    priority = 0 if value is None else value
+    _integer("priority", priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
     return priority
 
 
@@ -103,13 +102,13 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         _token_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {_show(getattr(self, name))}", name)
+                raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", name)
         self._check_logits_changes()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.pooling not in POOLING_KINDS:
-            raise RequestError(f"pooling is {_show(self.pooling)}; allowed are last and mean", "pooling")
+            raise RequestError(f"pooling is {shown(self.pooling)}; allowed are last and mean", "pooling")
         if self.structured_outputs is not None:
             msgspec.structs.force_setattr(self, "structured_outputs", read_structured_outputs(self.structured_outputs))
         if self.pooling and (self.max_tokens != 1 or self.n != 1):
@@ -122,11 +121,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not isinstance(self.logit_bias, dict):
-            raise RequestError(f"logit_bias must map token ids to numbers, not {_show(self.logit_bias)}", "logit_bias")
+            raise RequestError(f"logit_bias must map token ids to numbers, not {shown(self.logit_bias)}", "logit_bias")
         _count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
         if any(isinstance(token, str) for token in self.logit_bias):        # as in JSON
             msgspec.structs.force_setattr(self, "logit_bias", {
-                int(token) if isinstance(token, str) and token.isdecimal() else token: bias
+                int(token) if isinstance(token, str) and token.isdecimal() and len(token) <= 10 else token: bias
                 for token, bias in self.logit_bias.items()})
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, (1 << 31) - 1)
@@ -139,7 +138,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
         if not isinstance(self.bad_words_token_ids, list):
             raise RequestError(f"bad_words_token_ids must be a list of lists of token ids, not "
-                               f"{_show(self.bad_words_token_ids)}", "bad_words_token_ids")
+                               f"{shown(self.bad_words_token_ids)}", "bad_words_token_ids")
         _count("bad_words_token_ids", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
         for word in self.bad_words_token_ids:
             _token_list("bad_words_token_ids", word, MAX_BAD_WORD_TOKENS)
@@ -177,25 +176,18 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "sp
           "pooling_normalize")
 
 
-def _show(value: Any) -> str:
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _integer(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, not {_show(value)}", name)
+        raise RequestError(f"{name} must be an integer, not {shown(value)}", name)
     if not low <= value <= high:
-        raise RequestError(f"{name} is {_show(value)}; allowed are {low} to {high}", name)
+        raise RequestError(f"{name} is {shown(value)}; allowed are {low} to {high}", name)
 
 
 def _number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RequestError(f"{name} must be a number, not {_show(value)}", name)
+        raise RequestError(f"{name} must be a number, not {shown(value)}", name)
     if not low <= value <= high:                # also false for nan
-        raise RequestError(f"{name} is {_show(value)}; allowed are {low:g} to {high:g}", name)
+        raise RequestError(f"{name} is {shown(value)}; allowed are {low:g} to {high:g}", name)
 
 
 def _count(name: str, value: Any, limit: int, unit: str = "entries") -> None:
@@ -205,7 +197,7 @@ def _count(name: str, value: Any, limit: int, unit: str = "entries") -> None:
 
 def _token_list(name: str, value: Any, limit: int) -> None:
     if not isinstance(value, list):
-        raise RequestError(f"{name} must be a list of token ids, not {_show(value)}", name)
+        raise RequestError(f"{name} must be a list of token ids, not {shown(value)}", name)
     _count(name, value, limit, "ids")
     for token in value:
         _integer(name, token, 0, (1 << 31) - 1)
@@ -213,11 +205,11 @@ def _token_list(name: str, value: Any, limit: int) -> None:
 
 def _strings(name: str, value: Any, limit: int = MAX_STOP_STRINGS) -> None:
     if not isinstance(value, list) or not all(isinstance(s, str) for s in value):
-        raise RequestError(f"{name} must be a string or a list of strings, not {_show(value)}", name)
+        raise RequestError(f"{name} must be a string or a list of strings, not {shown(value)}", name)
     if len(value) > limit:
         raise RequestError(f"{name} has {len(value)} strings; at most {limit}", name)
     for text in value:
         if not text or len(text) > MAX_STOP_STRING_CHARS:
             kind = "a stop string" if name == "stop" else "such a string"
-            raise RequestError(f"{name} contains {_show(text)}; {kind} has 1 to {MAX_STOP_STRING_CHARS} "
+            raise RequestError(f"{name} contains {shown(text)}; {kind} has 1 to {MAX_STOP_STRING_CHARS} "
                                "characters", name)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ipc.errors import RequestError
+from ipc.errors import RequestError, shown
 
 MAX_GRAMMAR_CHARS = 128 * 1024                  # of schema, regex or grammar
 MAX_NESTING = 64                                # brackets inside brackets
@@ -75,11 +75,11 @@ def read_structured_outputs(value: Any) -> StructuredOutputs:
     field = "structured_outputs"
     if not isinstance(value, dict):
         raise RequestError(f"structured_outputs must be a StructuredOutputs or a dict of its fields, not "
-                           f"{repr(value)[:60]}", field)
+                           f"{shown(value)}", field)
     unknown = next((name for name in value if name not in KINDS), None)
     if unknown is not None:
-        raise RequestError(f"structured_outputs.{str(unknown)[:60]} is not supported; known are {', '.join(KINDS)}",
-                           field)
+        name = unknown[:60] if isinstance(unknown, str) else shown(unknown)
+        raise RequestError(f"structured_outputs.{name} is not supported; known are {', '.join(KINDS)}", field)
     return StructuredOutputs(**value)
 
 

@@ -77,6 +77,17 @@ def test_forms_that_mean_the_same_are_brought_to_one(values, expected):
     assert getattr(params, expected[0]) == expected[1]
 
 
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+def test_whatever_a_field_holds_it_is_taken_or_refused(name):
+    """Above all integers that Python does not write out."""
+    huge = 10 ** 5000
+    for value in (huge, -huge, [huge], {huge: 1}, {1: huge}, [[huge]], {"9" * 5000: 1}, {"a": huge}, object(), b"x"):
+        try:
+            SamplingParams(**{name: value})
+        except RequestError:
+            pass
+
+
 def test_a_long_value_is_cut_in_the_message():
     with pytest.raises(RequestError) as caught:
         SamplingParams(temperature="x" * 10_000)

@@ -66,6 +66,48 @@ def test_a_prompt_may_be_a_dict_of_text_or_ids(engine: RunningEngine) -> None:
     engine.loop.run(run())
 
 
+def test_the_salt_of_a_dict_keeps_vectors_apart_too(engine: RunningEngine) -> None:
+    async def run() -> None:
+        ids = [7, 9, 11] * 20
+
+        async def num_cached(prompt: Any) -> int:
+            return (await engine.llm.encode(prompt)).num_cached_tokens
+        salted = {"prompt_token_ids": ids, "cache_salt": "theirs"}
+        await num_cached(ids)
+        assert await num_cached(ids) > 0 and await num_cached(salted) == 0 and await num_cached(salted) > 0
+    engine.loop.run(run())
+
+
+def test_abort_ends_a_request_that_is_not_with_the_engine_yet(engine: RunningEngine) -> None:
+    async def run() -> None:
+        engine.llm.pause()
+        try:
+            asked = [asyncio.create_task(collect(engine.llm, "Go on", greedy(n=2), request_id=name))
+                     for name in ("mine", "other")]
+            await asyncio.sleep(0.01)
+            await engine.llm.abort("mine")
+            [last] = await asyncio.wait_for(asked[0], 10)
+            assert [(choice.text, choice.finish_reason) for choice in last.outputs] == [("", "abort")] * 2
+        finally:
+            engine.llm.resume()
+        assert (await asked[1])[-1].outputs[0].finish_reason == "length"
+        await wait_idle(engine.llm)
+    engine.loop.run(run())
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"priority": "high"}, "priority must be an integer"), ({"priority": 10 ** 5000}, "priority is an integer of"),
+    ({"cache_salt": "\ud800"}, "cache_salt has an unpaired surrogate"), ({"cache_salt": 5}, "cache_salt must be text"),
+    ({"sampling_params": {"max_tokens": 1}}, "sampling_params must be SamplingParams, not dict"),
+    ({"prompt": [10 ** 5000]}, "contains an integer of"), ({"prompt": {"prompt": "a", "cache_salt": 3}}, "salt")])
+def test_an_argument_of_the_wrong_kind_is_refused_by_name(engine: RunningEngine, options: Any, text: str) -> None:
+    async def run() -> None:
+        async for _ in engine.llm.generate(**{"prompt": "Go on"} | options):
+            pass
+    with pytest.raises(RequestError, match=text):
+        engine.loop.run(run())
+
+
 @pytest.mark.parametrize(("prompt", "text"), [
     ({}, "needs prompt or prompt_token_ids"), ({"prompt": None}, "needs prompt"), ({"text": "a"}, "text is not"),
     ({"prompt": 3}, "prompt must be text, not int"), ({"prompt": "a", "cache_salt": 1}, "cache_salt must be text"),

@@ -53,6 +53,14 @@ def test_a_list_of_prompts_is_answered_in_its_order(offline: LLM, capfd: pytest.
     assert offline.stats()["num_running"] == 0
 
 
+@pytest.mark.parametrize(("prompts", "options", "text"), [
+    (None, {}, "prompts is None"), (5, {}, "prompts is 5"), (["a"], {"priority": 1}, "priority is a int"),
+    (["a"], {"sampling_params": {"max_tokens": 1}}, "sampling_params is a dict")])
+def test_what_is_no_list_is_refused_by_name(offline: LLM, prompts: Any, options: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        offline.generate(prompts, use_tqdm=False, **options)
+
+
 def test_it_works_inside_a_running_loop(offline: LLM) -> None:
     async def cell() -> list[int]:
         return offline.generate([[5, 6, 7]], greedy(), use_tqdm=False)[0].outputs[0].token_ids
