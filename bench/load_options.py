@@ -7,7 +7,8 @@ import os
 from typing import Any
 
 from bench.arrivals import Ramp
-from bench.serving_report import GOODPUT_METRICS, TITLES
+from bench.serving_report import GOODPUT_METRICS, TITLES, result_file
+from bench.stats import output_file
 from ipc.option_help import OptionParser
 
 DATASETS = {"random": False, "prefix_repetition": False, "sharegpt": True, "custom": True}  # name -> needs a file
@@ -27,6 +28,28 @@ def count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def zero_or_more(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
+def number(text: str) -> float:
+    """Neither nan nor infinite: JSON has none of them."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
     return value
 
 
@@ -114,15 +137,16 @@ def make_parser() -> OptionParser:
     add("--header", type=pair, nargs="*", default=[], metavar="KEY=VALUE", help="sent with each request")
     add("--request-id-prefix", metavar="TEXT", help="send x-request-id: TEXT and the request's number")
     add("--insecure", action="store_true", help="take any certificate")
-    add("--ready-check-timeout-sec", type=float, default=0.0, metavar="S", help="wait so long until a server answers")
-    add("--timeout", type=float, default=600.0, help="seconds per request")
+    add("--ready-check-timeout-sec", type=seconds, default=0.0, metavar="S", help="wait so long until a server answers")
+    add("--timeout", type=seconds, default=600.0, help="seconds per request")
     add = parser.add_argument_group("prompts").add_argument
     add("--dataset-name", choices=list(DATASETS), default="random",
         help="random tokens; with several prefixes that repeat; a ShareGPT file; a .jsonl of your own: prompt, and "
         "output_tokens")
     add("--dataset-path", metavar="FILE", help="of sharegpt and custom")
     add("--prompt-tokens", "--random-input-len", "--input-len", type=length, default=(256, 256), help="N or LO-HI")
-    add("--shared-prefix", "--random-prefix-len", type=int, default=0, help="tokens in front that all prompts share")
+    add("--shared-prefix", "--random-prefix-len", type=zero_or_more, default=0,
+        help="tokens in front that all prompts share")
     add("--output-tokens", "--random-output-len", "--output-len", type=length, metavar="N|LO-HI",
         help="N or LO-HI; --output-len also of the files (default: 128)")
     add("--random-range-ratio", type=ratios, default=(0.0, 0.0), metavar="R",
@@ -153,15 +177,15 @@ def make_parser() -> OptionParser:
     add("--ramp-up-start-rps", type=float, metavar="R")
     add("--ramp-up-end-rps", type=float, metavar="R")
     add("--repeats", type=count, default=1, help="of each load; the figures are medians, the noise is their spread")
-    add("--warmup", "--num-warmups", type=int, default=1, help="untimed requests before the run")
+    add("--warmup", "--num-warmups", type=zero_or_more, default=1, help="untimed requests before the run")
     add("--profile", action="store_true", help="POST /start_profile before the load and /stop_profile after it")
     add = parser.add_argument_group("request").add_argument
     add("--ignore-eos", action="store_true", help="answers of full length; with random prompts always so")
-    add("--temperature", type=float, default=0.0, help="(default: 0)")
+    add("--temperature", type=number, default=0.0, help="(default: 0)")
     for name in ("--top-p", "--min-p", "--frequency-penalty", "--presence-penalty", "--repetition-penalty"):
-        add(name, type=float, metavar="X", help="default: the server's")
+        add(name, type=number, metavar="X", help="default: the server's")
     add("--top-k", type=int, metavar="N", help="default: the server's")
-    add("--logprobs", type=int, metavar="N", help="ask for them")
+    add("--logprobs", type=zero_or_more, metavar="N", help="ask for them")
     add("--extra-body", type=json_object, metavar="JSON", help="more fields of each request; these win")
     add = parser.add_argument_group("result").add_argument
     add("--percentile-metrics", type=metrics, default=["ttft", "tpot", "itl", "e2el"], metavar="NAMES",
@@ -169,7 +193,7 @@ def make_parser() -> OptionParser:
     add("--metric-percentiles", type=percents, default=[90.0, 99.0], metavar="P", help="of them (default: 90,99)")
     add("--goodput", type=objective, nargs="+", default=[], metavar="METRIC:MS",
         help="count requests per second that meet these, of ttft, tpot, e2el: ttft:500 tpot:50")
-    add("--json", metavar="FILE", help="write the last line there too")
+    add("--json", type=output_file, metavar="FILE", help="write the last line there too")
     add("--save-result", action="store_true", help="write the JSON object to a file")
     add("--save-detailed", action="store_true", help="with lists that have an entry per request")
     add("--append-result", action="store_true", help="as a line behind what the file has")
@@ -179,7 +203,8 @@ def make_parser() -> OptionParser:
     add("--metadata", type=pair, nargs="*", default=[], metavar="KEY=VALUE", help="kept in the result")
     add("--disable-tqdm", action="store_true", help="no progress bar; none off a terminal anyway")
     add("--compare", metavar="FILE", help="an earlier result: say what changed by more than noise")
-    add("--plot", metavar="FILE", help="PNG of TTFT and ITL against load; needs several concurrencies")
+    add("--plot", type=output_file, metavar="FILE",
+        help="PNG of TTFT and ITL against load; needs several concurrencies")
     return parser
 
 
@@ -212,9 +237,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.ramp_up_strategy is not None:
         args.ramp = Ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
     args.save_result = bool(args.save_result or args.append_result or args.result_filename)
-    if args.result_dir:
-        os.makedirs(args.result_dir, exist_ok=True)
+    if args.save_result:
+        check_result_file(parser, args)
     return args
+
+
+def check_result_file(parser: OptionParser, args: argparse.Namespace) -> None:
+    """Make --result-dir. Exits with 2 where nothing can be written: before minutes of load."""
+    try:
+        if args.result_dir:
+            os.makedirs(args.result_dir, exist_ok=True)
+        output_file(str(result_file(args, "model")))
+    except OSError as error:
+        parser.error(f"--result-dir {args.result_dir}: {error.strerror or error}")
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--result-filename: {error}")
 
 
 def check_args(parser: OptionParser, args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from bench.compare import MIN_REPEATS, RATES, compare_results, read_result
-from bench.stats import print_json, summary
+from bench.stats import output_file, print_json, summary
 from frontend import LLM, SamplingParams
 from ipc.cli import make_parser, read_options
 from ipc.errors import ConfigError, EngineDeadError, RequestError
@@ -30,7 +30,7 @@ def make_bench_parser(name: str, description: str) -> tuple[OptionParser, Any]:
     add("--output-len", "--random-output-len", type=int, default=128, metavar="N", help="output tokens (default: 128)")
     add("--prefix-len", "--random-prefix-len", type=int, default=0, metavar="N", help="tokens in front that all share")
     add("--bench-seed", type=int, default=0, metavar="N", help="the same seed draws the same prompts")
-    add("--json", "--output-json", metavar="FILE", help="write the JSON object there too")
+    add("--json", "--output-json", type=output_file, metavar="FILE", help="write the JSON object there too")
     add("--compare", metavar="FILE", help="an earlier result: say what changed by more than noise")
     return parser, group
 

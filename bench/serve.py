@@ -25,6 +25,7 @@ from bench.load_options import parse_args
 from bench.load_prompts import Prompt, guessed_tokens, make_prompts
 from bench.plot import plot_load
 from bench.serving_report import (
+    finite,
     flat_figures,
     print_serving_report,
     print_traffic,
@@ -144,6 +145,7 @@ async def measure_one(
     shown = ("num_requests", "prompt_tokens", "output_tokens", "shared_prefix", "request_rate", "seed", "burstiness",
              "ramp", "dataset_name")
     load = {"concurrency": concurrency} | {name: getattr(args, name) for name in shown}
+    load["burstiness"] = finite(args.burstiness)
     form = {"endpoint": args.endpoint, "prompt_form": client.prompt_form, "ignore_eos": client.has_extras,
             "fields": client.fields}
     head = {"base_url": args.base_url, "model": client.model, "load": load | form, "client_cpu_s": round(cpu, 3)}

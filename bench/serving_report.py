@@ -23,7 +23,8 @@ TITLES = {
     "e2el_including_client_queue": ("E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency"),
 }
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-DETAILED = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
+DETAILED = ("input_lens", "output_lens", "start_times", "queue_times", "ttfts", "itls", "latencies", "generated_texts",
+            "errors")
 
 
 def tpot_s(record: RequestRecord) -> float:
@@ -76,6 +77,11 @@ def peak_requests(records: Sequence[RequestRecord]) -> int:
     return most
 
 
+def finite(value: float) -> float | str:
+    """JSON has no infinity: vLLM's word for it."""
+    return "inf" if math.isinf(value) else value
+
+
 def flat_figures(args: argparse.Namespace, model: str, records: Sequence[RequestRecord], concurrency: int,
                  duration_s: float) -> dict[str, Any]:
     """The keys of a result file of vLLM's benchmark, per-request lists (DETAILED) too. `records`: all, in order."""
@@ -83,7 +89,7 @@ def flat_figures(args: argparse.Namespace, model: str, records: Sequence[Request
     result: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S"), "endpoint_type": args.backend, "backend": args.backend,
         "label": args.label, "model_id": model, "tokenizer_id": args.tokenizer, "num_prompts": len(records),
-        **args.metadata, "request_rate": args.request_rate or "inf", "burstiness": args.burstiness,
+        **args.metadata, "request_rate": args.request_rate or "inf", "burstiness": finite(args.burstiness),
         "max_concurrency": concurrency if args.is_limited else None,
     }
     if args.ramp is not None:
@@ -110,7 +116,8 @@ def flat_figures(args: argparse.Namespace, model: str, records: Sequence[Request
         result |= {f"p{percent:g}_{name}_ms": percentile(milliseconds, percent) for percent in args.metric_percentiles}
     return result | {
         "input_lens": [r.num_prompt_tokens for r in records], "output_lens": [r.num_output_tokens for r in records],
-        "start_times": [r.start for r in records],
+        "start_times": [r.start for r in records], "queue_times": [r.queue_s for r in records],
+        "latencies": [r.end - r.start if r.token_times else 0.0 for r in records],
         "ttfts": [r.ttft_s if r.token_times else 0.0 for r in records], "itls": [gaps_s(r) for r in records],
         "generated_texts": [r.text for r in records], "errors": [r.error for r in records],
     }

@@ -4,7 +4,9 @@ Knows nothing about how the measurements were taken: it works on plain numbers a
 for people first and ends with one JSON object, so that a script takes the last line of its output and nothing else.
 """
 
+import argparse
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,14 @@ def summary(values: Sequence[float]) -> dict[str, float | None]:
         return {"mean": None, **{f"p{percent}": None for percent in PERCENTILES}}
     ranks = {f"p{percent}": round(percentile(values, percent), 6) for percent in PERCENTILES}
     return {"mean": round(sum(values) / len(values), 6), **ranks}
+
+
+def output_file(text: str) -> str:
+    """The type of an option that names a file to write: whether that can be is known before anything is measured."""
+    file = Path(text)
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return text
 
 
 def print_json(result: dict[str, Any], file: str | None = None) -> None:

@@ -396,6 +396,7 @@ def test_a_result_has_the_keys_of_vllm_for_the_metrics_and_percentiles_that_were
     assert flat["median_e2el_including_client_queue_ms"] == pytest.approx(620)
     assert not any("tpot" in name or "itl_" in name for name in flat)
     assert (flat["ttfts"], flat["output_lens"], flat["errors"]) == ([0.1, 0.9], [4, 3], ["", ""])
+    assert len(flat["latencies"]) == len(flat["queue_times"]) == 2 and min(flat["latencies"]) > 0
 
 
 def test_a_saved_result_has_details_only_where_they_are_asked_for(
@@ -506,3 +507,30 @@ def test_prefixes_repeat_in_front_of_different_suffixes() -> None:
     assert sorted(map(prefixes.count, set(prefixes))) == [3, 3, 3] and len({tuple(ids[8:]) for ids, _ in found}) == 9
     plain = [tuple(ids[:8]) for ids, _ in repeated_prefix_prompts(parse_args([*options, "--disable-shuffle"]), 1)]
     assert plain[:3] == [plain[0]] * 3 and plain[3] != plain[0] and prefixes != plain
+
+
+@pytest.mark.parametrize("options", [
+    "--result-filename missing/r.json", "--result-dir /dev/null/x --save-result", "--json missing/r.json", "--json .",
+    "--plot missing/p.png --concurrency 1,2", "--temperature nan", "--top-p inf", "--warmup -1", "--shared-prefix -3",
+    "--timeout nan", "--ready-check-timeout-sec -1", "--logprobs -1"])
+def test_what_cannot_be_written_or_sent_is_refused_before_the_load(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        main(["--base-url", "http://127.0.0.1:1", *options.split()])
+    assert error.value.code == 2 and options.split()[0] in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_infinite_burstiness_is_a_metronome_and_its_result_is_json(
+    serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--num-requests", "3", "--output-tokens", "2", "--request-rate", "1000", "--burstiness", "inf"]
+    assert main(["--base-url", serve(completion).url, *small]) == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    result = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=refuse)
+    assert (result["burstiness"], result["load"]["burstiness"]) == ("inf", "inf")
