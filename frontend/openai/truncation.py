@@ -32,9 +32,12 @@ async def fitting_prompt(render: Callable[[Messages], Awaitable[bytes]], message
 
 
 def beginnings(messages: Messages) -> list[int]:
-    """Where a shorter conversation may begin, longest first."""
+    """Where a shorter conversation may begin, longest first: with what the user says, as some templates insist, and
+    behind the last of that (a model that works with tools alone, say) with what the assistant says."""
     talk = [index for index, message in enumerate(messages) if message["role"] != "system"]
-    return [index for index in talk[1:] if messages[index]["role"] != "tool"] or talk[:1] or [0]
+    last = max((index for index in talk if messages[index]["role"] == "user"), default=-1)
+    return [index for index in talk[1:] if messages[index]["role"] == "user"
+            or (index > last and messages[index]["role"] != "tool")] or talk[:1] or [0]
 
 
 def kept(messages: Messages, begin: int) -> Messages:

@@ -28,11 +28,16 @@ def fit(room: int, messages: list[dict[str, Any]] = TALK, max_tokens: int | None
     return rendered[-1], len(rendered)
 
 
-@pytest.mark.parametrize(("room", "text"), [(60, "SabcTd"), (59, "SbcTd"), (50, "SbcTd"), (49, "STd"), (30, "STd"),
-                                            (5, "STd")])
+@pytest.mark.parametrize(("room", "text"), [(60, "SabcTd"), (59, "STd"), (30, "STd"), (5, "STd")])
 def test_the_oldest_go_first_and_the_systems_words_and_the_newest_stay(room: int, text: str) -> None:
-    """A tool's result never stands without its call: that template after template refuses."""
+    """Nor does an answer without its question: a template may insist on the user's turn first."""
     assert fit(room)[0] == text
+
+
+@pytest.mark.parametrize(("room", "text"), [(60, "abcbcd"), (59, "bcbcd"), (50, "bcbcd"), (49, "bcd"), (29, "d")])
+def test_behind_the_last_words_of_the_user_a_cut_leaves_no_result_without_its_call(room: int, text: str) -> None:
+    work = [TALK[1], TALK[2], TALK[3], TALK[2], TALK[3], {"role": "assistant", "content": "d"}]
+    assert fit(room, work)[0] == text
 
 
 def test_what_fits_is_rendered_once_and_a_long_talk_not_once_per_message() -> None:
@@ -43,12 +48,13 @@ def test_what_fits_is_rendered_once_and_a_long_talk_not_once_per_message() -> No
 
 
 def test_without_a_limit_of_its_own_the_answer_gets_an_eighth_of_the_context() -> None:
-    assert fit(64, max_tokens=None)[0] == "SbcTd"         # 56 for the prompt
+    turns = [{"role": "user", "content": str(number)} for number in range(7)]
+    assert fit(64, turns, None)[0] == "23456"             # 56 tokens are the prompt's
 
 
 def test_a_talk_of_one_message_is_left_alone() -> None:
     assert fit(5, TALK[-1:])[0] == "d" and fit(5, TALK[:1])[0] == "S"
-    assert beginnings(TALK) == [2, 5] and kept(TALK, 5) == [TALK[0], TALK[4], TALK[5]]
+    assert beginnings(TALK) == [5] and kept(TALK, 5) == [TALK[0], TALK[4], TALK[5]]
 
 
 def test_a_response_with_truncation_auto_is_answered_and_a_plain_one_refused() -> None:
