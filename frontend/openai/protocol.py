@@ -280,7 +280,9 @@ def note_ignored(request_id: str, cls: type[msgspec.Struct], names: list[str]) -
         if name in _logged_names or len(_logged_names) >= 1000:
             continue
         _logged_names.add(name)
-        near = difflib.get_close_matches(name, _field_names(cls) | NEUTRAL_VALUES.keys(), n=1)
+        near = []
+        if name not in NEUTRAL_VALUES:          # else it is well written, and for another endpoint
+            near = difflib.get_close_matches(name, _field_names(cls) | NEUTRAL_VALUES.keys(), n=1)
         logger.info("%s: unknown field %s is ignored%s", request_id, name, f"; did you mean {near[0]}?" if near else "")
     if len(names) > len(safe):
         safe.append(f"and-{len(names) - len(safe)}-more")

@@ -96,6 +96,12 @@ def test_undocumented_fields_are_ignored_and_named(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("unknown field temprature is ignored; did you mean temperature?") == 1
 
 
+def test_a_field_of_another_endpoint_is_not_taken_for_a_typing_error(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="frontend"):
+        asyncio.run(post(build_app(FakeLLM()), "/detokenize", {"tokens": [1], "chat_template_kwargs": {}, "tokns": 1}))
+    assert "chat_template_kwargs is ignored\n" in caplog.text and "did you mean tokens?" in caplog.text
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b'{"messages": [}', b"[1]", b'"x"', b'{"model": "\xff"}', b"NaN",
                                   b'{"messages":[{"role":"user","content":"\xff"}]}', b'{"temperature": NaN}'])
 def test_broken_json_is_a_400(body: bytes) -> None:
