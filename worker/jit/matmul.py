@@ -16,8 +16,9 @@ from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
 
 KIND, X, LDX, SIDE, LD_SIDE, W, SCALES, MINIMA, NUM_K, NUM_TILES, TILE_BYTES, OUT, LD_OUT, BIAS = range(8, 22)
 # TILE_ROWS: most rows of a tile for steps of up to 8, 32, 128 and more rows, eight bits each (worker/linear/table.py).
-TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, ROW_UNITS, MOST, TILES_AHEAD, SOON_STEP, NEXT_STEP = range(22, 30)
+TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, ROW_UNITS, MOST, TILES_AHEAD, SOON_STEP, NEXT_STEP, SHARE_STEP = range(22, 31)
 _UNIT_BYTES = 64 << 10                      # of weights: long enough for the hardware to see a stream
+_LONG_UNIT_BYTES = 256 << 10                # where tiles fetch each other: the first of a unit is fetched by itself
 _UNITS_PER_THREAD = 6
 _ROW_STEP = 12                              # whole tiles of every kind
 
@@ -74,7 +75,10 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
     if num_rows == 0 or tiles == 0:
         return 0
     wanted = _UNITS_PER_THREAD * num_threads
-    per_unit = max(1, min(_UNIT_BYTES // get_i64(op, TILE_BYTES), tiles // wanted))
+    row_class = 0 if num_rows <= 8 else 1 if num_rows <= 32 else 2 if num_rows <= 128 else 3
+    most = (get_i64(op, TILE_ROWS) >> (8 * row_class)) & 255
+    unit_bytes = _UNIT_BYTES if num_rows <= most else _LONG_UNIT_BYTES
+    per_unit = max(1, min(unit_bytes // get_i64(op, TILE_BYTES), tiles // wanted))
     rows = num_rows
     if num_rows >= 4 * _ROW_STEP:
         per_unit = 1
@@ -83,14 +87,13 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
             rows = (num_rows + parts - 1) // parts
             rows = (rows + _ROW_STEP - 1) // _ROW_STEP * _ROW_STEP
     row_units = (num_rows + rows - 1) // rows
-    row_class = 0 if num_rows <= 8 else 1 if num_rows <= 32 else 2 if num_rows <= 128 else 3
-    most = (get_i64(op, TILE_ROWS) >> (8 * row_class)) & 255
     # Bytes that each step of a tile asks for: of the tile itself, and of the next one, which all passes but the first
-    # fetch together, in whole lines.
+    # fetch together, or all, in whole lines.
     steps = get_i64(op, NUM_K) // (UNROLL if get_i64(op, KIND) <= BF16_WEIGHTS else 32)
-    shared = max(1, (rows + most - 1) // most - 1) * steps
+    passes = (rows + most - 1) // most
     set_i64(op, SOON_STEP, get_i64(op, TILE_BYTES) // steps)
-    set_i64(op, NEXT_STEP, (get_i64(op, TILE_BYTES) // shared + 63) // 64 * 64)
+    set_i64(op, NEXT_STEP, (get_i64(op, TILE_BYTES) // (max(1, passes - 1) * steps) + 63) // 64 * 64)
+    set_i64(op, SHARE_STEP, (get_i64(op, TILE_BYTES) // (passes * steps) + 63) // 64 * 64 if passes > 1 else 0)
     set_i64(op, MOST, most)
     set_i64(op, TILES_PER_UNIT, per_unit)
     set_i64(op, ROWS_PER_UNIT, rows)
@@ -111,9 +114,9 @@ def matmul_unit(op, unit, num_rows):  # type: ignore[no-untyped-def]
         if next_tile == last_tile:              # what this thread takes next, probably
             next_tile = min(first_tile + get_i64(op, TILES_AHEAD), get_i64(op, NUM_TILES) - 1)
         if get_i64(op, KIND) <= BF16_WEIGHTS:
-            _float_tile_rows(op, tile, next_tile, first_row, last_row)
+            _float_tile_rows(op, tile, next_tile, tile > first_tile, first_row, last_row)
         else:
-            _int_tile_rows(op, tile, next_tile, first_row, last_row)
+            _int_tile_rows(op, tile, next_tile, tile > first_tile, first_row, last_row)
         if bias != 0:
             at = bias + tile * (4 * TILE)
             for m in range(first_row, last_row):
@@ -123,8 +126,9 @@ def matmul_unit(op, unit, num_rows):  # type: ignore[no-untyped-def]
 
 
 @device
-def _int_tile_rows(op, tile, next_tile, m, last):  # type: ignore[no-untyped-def]
-    """The first rows that go over a tile fetch it; the others share the fetching of the next one."""
+def _int_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no-untyped-def]
+    """The first rows that go over a tile fetch it, unless the tile before did; the others, or all, share the fetching
+    of the next one, so that memory has work all the time."""
     kind, blocks = get_i64(op, KIND), get_i64(op, NUM_K) // 32
     x, ldx, side, lds = get_i64(op, X), get_i64(op, LDX), get_i64(op, SIDE), get_i64(op, LD_SIDE)
     tile_bytes, most = get_i64(op, TILE_BYTES), get_i64(op, MOST)
@@ -135,6 +139,12 @@ def _int_tile_rows(op, tile, next_tile, m, last):  # type: ignore[no-untyped-def
     soon_step, soon_scales = get_i64(op, SOON_STEP), AHEAD * (2 * TILE)
     soon, distance, fetched = w + AHEAD * soon_step, next_tile - tile, types.int64(0)
     next_step = get_i64(op, NEXT_STEP)
+    if is_fetched and get_i64(op, SHARE_STEP) > 0:
+        next_step = get_i64(op, SHARE_STEP)
+        soon, soon_step, soon_scales = w, types.int64(0), types.int64(0)
+        if distance > 0:
+            soon, soon_step, soon_scales = w + distance * tile_bytes, next_step, distance * blocks * (2 * TILE)
+            fetched = blocks * next_step
     while m < last:
         left = last - m
         xm, sm, om = x + m * ldx, side + m * lds, out + m * ldo
@@ -160,7 +170,7 @@ def _int_tile_rows(op, tile, next_tile, m, last):  # type: ignore[no-untyped-def
 
 
 @device
-def _float_tile_rows(op, tile, next_tile, m, last):  # type: ignore[no-untyped-def]
+def _float_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no-untyped-def]
     """As _int_tile_rows."""
     num_k, tile_bytes, most = get_i64(op, NUM_K), get_i64(op, TILE_BYTES), get_i64(op, MOST)
     x, ldx = get_i64(op, X), get_i64(op, LDX)
@@ -170,6 +180,11 @@ def _float_tile_rows(op, tile, next_tile, m, last):  # type: ignore[no-untyped-d
     soon_step = get_i64(op, SOON_STEP)
     soon, distance, fetched = w + AHEAD * soon_step, next_tile - tile, types.int64(0)
     next_step = get_i64(op, NEXT_STEP)
+    if is_fetched and get_i64(op, SHARE_STEP) > 0:
+        next_step = get_i64(op, SHARE_STEP)
+        soon, soon_step = w, types.int64(0)
+        if distance > 0:
+            soon, soon_step, fetched = w + distance * tile_bytes, next_step, steps * next_step
     while m < last:
         left = min(last - m, most)
         rows = 12 if left >= 12 else 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
