@@ -1,11 +1,12 @@
 """A low priority: what computes so takes the time that others leave, and they do not wait for it.
 
 Three measures. The highest niceness: a thread that has had more than its share waits until the others caught up, so who
-has a small share makes the others wait rarely, for a tick of the kernel's clock; it still has one, for on cores that are
-always busy it must come to an end, too. The longest slice: the kernel hands a core over at once to a thread with a shorter slice, and otherwise only at the
-next tick. SCHED_BATCH: waking up it takes the core from nobody. All of it holds among the threads of one session
-(where the kernel groups tasks by session, sessions share a core evenly and niceness counts only within), so the engine
-and its helpers stay in the session of whoever started them. Not SCHED_IDLE, which may never get a turn.
+has a small share makes the others wait rarely, for a tick of the kernel's clock; it still has one, for on cores that
+are always busy it must come to an end, too. The longest slice: the kernel hands a core over at once to a thread with a
+shorter slice, and otherwise only at the next tick. SCHED_BATCH: waking up it takes the core from nobody. All of it
+holds among the threads of one session (where the kernel groups tasks by session, sessions share a core evenly and
+niceness counts only within), so the engine and its helpers stay in the session of whoever started them. Not SCHED_IDLE,
+which may never get a turn.
 Sources: sched(7), "The autogroup feature"; sched_setattr(2); kernel documentation, "EEVDF Scheduler".
 """
 from __future__ import annotations
