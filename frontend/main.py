@@ -21,7 +21,7 @@ from frontend.openai.app import build_app
 from frontend.openai.debug import debug_rows
 from frontend.peers import Answer, Peers
 from frontend.tracing import RequestTracer
-from ipc.config import FrontendProcess
+from ipc.config import SAFE_KEY_CHARS, FrontendProcess
 from ipc.errors import ConfigError, EngineDeadError
 from ipc.lifeline import ChildLife
 from ipc.messages import ConfigFrontend, PeerDown, PeerUp, Shutdown
@@ -77,6 +77,8 @@ async def serve(config: FrontendProcess, life: ChildLife) -> None:
     if allowed < section.max_connections + OWN_DESCRIPTORS:
         logger.warning("%d open files are allowed, so fewer than --max-connections %d; raise ulimit -n", allowed,
                        section.max_connections)
+    if any(len(key) < SAFE_KEY_CHARS for key in section.api_keys):
+        logger.warning("a key of --api-key has fewer than %d characters and is guessed soon", SAFE_KEY_CHARS)
     metrics = Metrics(llm.served_model_name, config.frontend.metrics_prefix)
     llm.observers.append(metrics.observe)
     tracer = None

@@ -190,3 +190,12 @@ def test_only_pages_of_allowed_origins_may_call() -> None:
     assert not any(name.startswith("access-control") for name in default.headers)
     with pytest.raises(ConfigError, match="named origins"):
         FrontendSection(allowed_origins=("*",), allow_credentials=True)
+
+
+def test_a_short_key_is_for_clients_only() -> None:
+    """Tutorials start servers with keys like EMPTY; control routes need one that nobody guesses."""
+    assert FrontendSection(api_keys=("EMPTY",)).api_keys == ("EMPTY",)
+    with pytest.raises(ConfigError, match="8 to 256"):
+        FrontendSection(admin_api_keys=("EMPTY",))
+    with pytest.raises(ConfigError, match="1 to 256"):
+        FrontendSection(api_keys=("",))
