@@ -92,14 +92,19 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
     steps = get_i64(op, NUM_K) // (UNROLL if get_i64(op, KIND) <= BF16_WEIGHTS else 32)
     passes = (rows + most - 1) // most
     set_i64(op, SOON_STEP, get_i64(op, TILE_BYTES) // steps)
-    set_i64(op, NEXT_STEP, (get_i64(op, TILE_BYTES) // (max(1, passes - 1) * steps) + 63) // 64 * 64)
-    set_i64(op, SHARE_STEP, (get_i64(op, TILE_BYTES) // (passes * steps) + 63) // 64 * 64 if passes > 1 else 0)
+    set_i64(op, NEXT_STEP, _whole_lines(get_i64(op, TILE_BYTES) // (max(1, passes - 1) * steps)))
+    set_i64(op, SHARE_STEP, _whole_lines(get_i64(op, TILE_BYTES) // (passes * steps)) if passes > 1 else 0)
     set_i64(op, MOST, most)
     set_i64(op, TILES_PER_UNIT, per_unit)
     set_i64(op, ROWS_PER_UNIT, rows)
     set_i64(op, ROW_UNITS, row_units)
     set_i64(op, TILES_AHEAD, per_unit * num_threads if row_units == 1 else 1)
     return (tiles + per_unit - 1) // per_unit * row_units
+
+
+@device
+def _whole_lines(size):  # type: ignore[no-untyped-def]
+    return (size + 63) // 64 * 64
 
 
 @device
@@ -126,6 +131,25 @@ def matmul_unit(op, unit, num_rows):  # type: ignore[no-untyped-def]
 
 
 @device
+def _first_fetch(op, w, distance, is_fetched, steps):  # type: ignore[no-untyped-def]
+    """What the first pass over a tile asks for; the next tile is `distance` tiles on, 0: there is none. (address, bytes
+    each step, bytes each step of the passes after it, bytes of the next tile that are asked for)."""
+    own, shared = get_i64(op, SOON_STEP), get_i64(op, SHARE_STEP)
+    if not is_fetched or shared == 0:
+        return w + AHEAD * own, own, get_i64(op, NEXT_STEP), types.int64(0)
+    soon, step = _next_fetch(w, distance, types.int64(0), get_i64(op, TILE_BYTES), shared)
+    return soon, step, shared, steps * step
+
+
+@device
+def _next_fetch(w, distance, fetched, tile_bytes, step):  # type: ignore[no-untyped-def]
+    """(address, bytes each step) of what is missing of the next tile; nothing new once all of it is asked for."""
+    if distance > 0 and fetched < tile_bytes:
+        return w + distance * tile_bytes + fetched, step
+    return w, types.int64(0)
+
+
+@device
 def _int_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no-untyped-def]
     """The first rows that go over a tile fetch it, unless the tile before did; the others, or all, share the fetching
     of the next one, so that memory has work all the time."""
@@ -136,15 +160,10 @@ def _int_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no
     s = get_i64(op, SCALES) + tile * blocks * (2 * TILE)
     mn = get_i64(op, MINIMA) + tile * blocks * (2 * TILE)
     out, ldo = get_i64(op, OUT) + tile * (4 * TILE), get_i64(op, LD_OUT)
-    soon_step, soon_scales = get_i64(op, SOON_STEP), AHEAD * (2 * TILE)
-    soon, distance, fetched = w + AHEAD * soon_step, next_tile - tile, types.int64(0)
-    next_step = get_i64(op, NEXT_STEP)
-    if is_fetched and get_i64(op, SHARE_STEP) > 0:
-        next_step = get_i64(op, SHARE_STEP)
-        soon, soon_step, soon_scales = w, types.int64(0), types.int64(0)
-        if distance > 0:
-            soon, soon_step, soon_scales = w + distance * tile_bytes, next_step, distance * blocks * (2 * TILE)
-            fetched = blocks * next_step
+    distance = next_tile - tile
+    soon, soon_step, next_step, fetched = _first_fetch(op, w, distance, is_fetched, blocks)
+    is_own = fetched == 0 and soon > w          # else the next tile's, which may be none
+    soon_scales = (AHEAD if is_own else distance * blocks) * (2 * TILE)
     while m < last:
         left = last - m
         xm, sm, om = x + m * ldx, side + m * lds, out + m * ldo
@@ -162,11 +181,9 @@ def _int_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no
         else:
             _int4_min_rows(rows, xm, ldx, sm, lds, w, s, mn, blocks, soon, soon_step, soon_scales, om, ldo)
         m += rows
-        soon, soon_step, soon_scales = w, types.int64(0), types.int64(0)
-        if distance > 0 and fetched < tile_bytes:
-            soon, soon_step = w + distance * tile_bytes + fetched, next_step
-            soon_scales = distance * blocks * (2 * TILE)
-            fetched += blocks * next_step
+        soon, soon_step = _next_fetch(w, distance, fetched, tile_bytes, next_step)
+        soon_scales = distance * blocks * (2 * TILE) if soon_step > 0 else types.int64(0)
+        fetched += blocks * soon_step
 
 
 @device
@@ -177,14 +194,8 @@ def _float_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[
     w = get_i64(op, W) + tile * tile_bytes
     out, ldo = get_i64(op, OUT) + tile * (4 * TILE), get_i64(op, LD_OUT)
     is_f32, steps = get_i64(op, KIND) == F32_WEIGHTS, num_k // UNROLL
-    soon_step = get_i64(op, SOON_STEP)
-    soon, distance, fetched = w + AHEAD * soon_step, next_tile - tile, types.int64(0)
-    next_step = get_i64(op, NEXT_STEP)
-    if is_fetched and get_i64(op, SHARE_STEP) > 0:
-        next_step = get_i64(op, SHARE_STEP)
-        soon, soon_step = w, types.int64(0)
-        if distance > 0:
-            soon, soon_step, fetched = w + distance * tile_bytes, next_step, steps * next_step
+    distance = next_tile - tile
+    soon, soon_step, next_step, fetched = _first_fetch(op, w, distance, is_fetched, steps)
     while m < last:
         left = min(last - m, most)
         rows = 12 if left >= 12 else 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
@@ -193,7 +204,5 @@ def _float_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[
         else:
             _bf16_rows(rows, x + m * ldx, ldx, w, num_k, soon, soon_step, out + m * ldo, ldo)
         m += rows
-        soon, soon_step = w, types.int64(0)
-        if distance > 0 and fetched < tile_bytes:
-            soon, soon_step = w + distance * tile_bytes + fetched, next_step
-            fetched += steps * next_step
+        soon, soon_step = _next_fetch(w, distance, fetched, tile_bytes, next_step)
+        fetched += steps * soon_step

@@ -107,8 +107,8 @@ class Sampler:
             from worker.sampling import device_rows
             codes = device_rows.sample(logits, width, params).cpu().numpy()     # the one wait of the step
             return SampleResult(np.maximum(codes, 0), codes < 0, codes == -2)
-        if (params.word_index >= 0).any():
-            entries = np.flatnonzero(params.word_index >= 0)
+        entries = np.flatnonzero(params.word_index >= 0)
+        if len(entries):
             apply_bitmask(logits, entries, params.words[params.word_index[entries]])
         return self._sample_with_torch(logits, width, params)
 
