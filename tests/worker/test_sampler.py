@@ -93,7 +93,8 @@ def test_every_parameter_combination_equals_a_plain_float64_sampler(width: int) 
         assert upper - p[token] - 2e-6 <= u <= upper + 2e-6
 
 
-@pytest.mark.parametrize("shape", ["normal", "peaked", "flat", "two levels", "sorted", "few finite", "wide range"])
+@pytest.mark.parametrize("shape", ["normal", "peaked", "flat", "two levels", "sorted", "few finite", "wide range",
+                                   "heavy sample", "light sample"])
 @pytest.mark.parametrize("width", [4096, 20_011])
 def test_filters_of_wide_rows_of_any_shape_equal_a_plain_float64_sampler(width: int, shape: str) -> None:
     """Rows of which a part does not tell how the whole is distributed, too."""
@@ -113,6 +114,9 @@ def test_filters_of_wide_rows_of_any_shape_equal_a_plain_float64_sampler(width: 
         x[rng.random(x.shape) < 0.999] = -np.inf
     elif shape == "wide range":
         x *= np.float32(1e4)
+    elif shape.endswith("sample"):
+        places = [512 * c + 16 * (5 * c % 16) + np.arange(16) for c in range(width // 512)]
+        x[:, np.concatenate(places)] += np.float32(4 if shape == "heavy sample" else -4)
     x[:, 5] = np.float32(9.0)
     result = sample(torch.from_numpy(x), rows)
     assert not result.bad_rows.any()

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
 from worker.jit import features
 from worker.jit.vector import (I16, I32, I64, LANES, VF, VI, add, call, constant, device, f32x16, i32x16, make,
-                               max_lanes, maximum, muladd, nearest, offset, prefetch, read, splat, sub, write,
+                               max_lanes, maximum, mul, muladd, nearest, offset, prefetch, read, splat, sub, write,
                                zero_unless_above)
 
 CHUNK = 256
@@ -27,11 +28,19 @@ def _load_where(builder: Any, address: Any, bits: Any) -> Any:
     return builder.select(mask, read(builder, address, VF, 4), constant(VF, _MINUS_INF))
 
 
-def _copy_at_least(builder: Any, address: Any, value: Any, x: Any, limit: Any) -> Any:
-    mask = builder.fcmp_ordered(">=", x, limit)
-    write(builder, address, call(builder, "llvm.experimental.vector.compress.v16f32", VF,
-                                 [value, mask, constant(VF, 0.0)]), 4)
+def _copy_lanes(builder: Any, address: Any, value: Any, mask: Any) -> Any:
+    kind = value.type
+    name = f"llvm.experimental.vector.compress.v16{'f32' if kind == VF else 'i32'}"
+    write(builder, address, call(builder, name, kind, [value, mask, ir.Constant(kind, None)]), 4)
     return builder.zext(call(builder, "llvm.ctpop.i16", I16, [builder.bitcast(mask, I16)]), I64)
+
+
+def _copy_at_least(builder: Any, address: Any, value: Any, x: Any, limit: Any) -> Any:
+    return _copy_lanes(builder, address, value, builder.fcmp_ordered(">=", x, limit))
+
+
+def _copy_non_zero(builder: Any, address: Any, value: Any, x: Any) -> Any:
+    return _copy_lanes(builder, address, value, builder.icmp_signed("!=", x, constant(VI, 0)))
 
 
 def _largest(builder: Any, vectors: list[Any]) -> Any:
@@ -60,20 +69,40 @@ def _lanes_of_masked_chunk(builder: Any, address: Any, bits: Any) -> Any:
                               for i in range(CHUNK // LANES)])
 
 
+def _lanes_of_words(builder: Any, x: Any, bits: Any, words: Any, ahead: Any) -> Any:
+    vectors = []
+    for i in range(CHUNK // 32):
+        word = builder.sext(read(builder, offset(builder, words, 4 * i), I32, 4), I64)
+        later = builder.sext(read(builder, offset(builder, ahead, 4 * i), I32, 4), I64)
+        for half in range(2):
+            prefetch(builder, offset(builder, builder.add(x, builder.shl(later, I64(7))), 64 * half))
+            address = offset(builder, builder.add(x, builder.shl(word, I64(7))), 64 * half)
+            vectors.append(_load_where(builder, address, offset(
+                builder, builder.add(bits, builder.shl(word, I64(2))), 2 * half)))
+    return _largest(builder, vectors)
+
+
 prefetch_chunk = make(types.void, (_ADDRESS,), _prefetch_chunk)
 # The chunk's largest per lane; a lane in which any is NaN is NaN.
 lanes_of_chunk = make(f32x16, (_ADDRESS,), _lanes_of_chunk)
 # The same where the bits of the second address (8 words) are 1; others count as -inf.
 lanes_of_masked_chunk = make(f32x16, (_ADDRESS, _ADDRESS), _lanes_of_masked_chunk)
+# lanes_of_words(x, bits, words, ahead): the same for the 32 logits each of the eight words of a mask at `bits` whose
+# numbers are at `words`; fetches those whose numbers are at `ahead`.
+lanes_of_words = make(f32x16, (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS), _lanes_of_words)
 # Lanes whose bit (of the 16 at the second address) is 0 are -inf.
 load_where = make(f32x16, (_ADDRESS, _ADDRESS), _load_where)
 # copy_at_least(address, value, x, limit): write the lanes of value where x >= limit side by side; their number. The
 # room of sixteen is overwritten.
 copy_at_least = make(types.int64, (_ADDRESS, f32x16, f32x16, f32x16), _copy_at_least)
+# The same where the lanes of x, int32, are not 0.
+copy_non_zero = make(types.int64, (_ADDRESS, i32x16, i32x16), _copy_non_zero)
 zero_below = make(f32x16, (f32x16, f32x16, f32x16), lambda b, value, x, limit: b.select(
     b.fcmp_ordered(">=", x, limit), value, constant(VF, 0.0)))
 minus_inf_from = make(f32x16, (f32x16, f32x16), lambda b, x, end: b.select(
     b.fcmp_ordered("<", x, end), x, constant(VF, _MINUS_INF)))
+minus_inf_above = make(f32x16, (f32x16, f32x16), lambda b, x, end: b.select(
+    b.fcmp_ordered("<=", x, end), x, constant(VF, _MINUS_INF)))
 inf_below = make(f32x16, (f32x16, f32x16), lambda b, x, limit: b.select(
     b.fcmp_ordered(">=", x, limit), x, constant(VF, float("inf"))))
 ones_above = make(i32x16, (f32x16, f32x16), lambda b, x, limit: b.zext(b.fcmp_ordered(">", x, limit), VI))
@@ -125,3 +154,49 @@ def exp2_avx512(t):  # type: ignore[no-untyped-def]
 
 
 exp2_below_0 = exp2_avx512 if "avx512f" in features.cpu_features() else exp2_generic
+
+# 2**(k/32) for k = 0 .. 31 as bits, less k in units of 2**-5 where the exponent counts whole ones.
+_ROOTS = [int(np.float32(2.0 ** (k / 32)).view(np.int32)) - (k << 18) for k in range(32)]
+_ROUNDER = 12582912.0 / 32                      # 1.5 * 2**23 / 32: adding it rounds to a multiple of 1 / 32
+
+
+def _root(builder: Any, rounded: Any) -> Any:
+    """2**n for the multiple n of 1 / 32 to which `rounded`, n + _ROUNDER, was rounded; n from -127, which gives 0."""
+    bits = builder.bitcast(rounded, VI)
+    low, high = (ir.Constant(VI, _ROOTS[begin:begin + LANES]) for begin in (0, LANES))
+    root = call(builder, "llvm.x86.avx512.vpermi2var.d.512", VI, [low, bits, high])
+    return builder.bitcast(builder.add(root, builder.shl(bits, constant(VI, 18))), VF)
+
+
+_root_of = make(f32x16, (f32x16,), _root)
+
+
+@device
+def least_difference(scale):  # type: ignore[no-untyped-def]
+    """What weight takes as `least`."""
+    return _F32(-127.0) / scale
+
+
+@device
+def weight_avx512(x, top, scale, least):  # type: ignore[no-untyped-def]
+    """2**((x - top) * scale) for x <= top, within 2e-7 of it; 0 where the exponent is below -127, as for -inf.
+
+    The exponent is n + r, n a multiple of 1 / 32: a table has 2**n, and a parabola 2**r. Two operations less than
+    exp2_avx512, and no slow one.
+    """
+    rounder = splat(_F32(_ROUNDER))
+    difference = maximum(sub(x, top), least)
+    rounded = muladd(difference, scale, rounder)
+    r = muladd(difference, scale, sub(rounder, rounded))
+    root = _root_of(rounded)
+    slope = muladd(splat(_F32(0.24022699)), r, splat(_F32(0.69315732)))
+    return muladd(slope, mul(r, root), root)
+
+
+@device
+def weight_generic(x, top, scale, least):  # type: ignore[no-untyped-def]
+    """The same for every processor."""
+    return exp2_generic(mul(sub(x, top), scale))
+
+
+weight_of = weight_avx512 if "avx512f" in features.cpu_features() else weight_generic

@@ -27,6 +27,8 @@ config.CACHE_LOCATOR_CLASSES = "worker.jit.cache.SharedCacheLocator"  # type: ig
 
 # A function that kernels call; compiled as part of its caller, which is the one that is cached.
 device = njit(nogil=True, error_model="numpy")
+# The same without a call, for the body of a loop over few vectors: a call loads their constants again.
+inlined = njit(nogil=True, error_model="numpy", forceinline=True)
 # A function that Python calls: compiled once per machine.
 entry = njit(nogil=True, error_model="numpy", cache=True)
 
@@ -184,6 +186,8 @@ f32_to_bits = make(types.int32, (types.float32,), lambda b, value: b.bitcast(val
 
 load_f32 = make(f32x16, (_ADDRESS,), lambda b, address: read(b, address, VF, 4))
 store_f32 = make(types.void, (_ADDRESS, f32x16), lambda b, address, value: write(b, address, value, 4))
+load_i32 = make(i32x16, (_ADDRESS,), lambda b, address: read(b, address, VI, 4))
+store_i32 = make(types.void, (_ADDRESS, i32x16), lambda b, address, value: write(b, address, value, 4))
 load_bf16 = make(f32x16, (_ADDRESS,), read_bf16)
 prefetch_line = make(types.void, (_ADDRESS,), prefetch)
 # Lanes as bytes, the low eight bits of each.

@@ -1,25 +1,20 @@
-"""A row of logits in chunks, compiled: its largest, the weights of a chunk, a list of the logits above a limit.
+"""A row of logits in chunks, compiled: its largest, also under a mask, and the weights of a chunk.
 
 A row is read in chunks of CHUNK logits from an address; the last, if it is short, from a copy that is filled up with
 -inf. The largest of every chunk tells which chunks can matter later. All of a row's numbers come from that row alone,
 in an order that depends on nothing else. Does not know temperatures or filters.
-
-    list of logits >= a limit       chunk 0: 5 of them ...... -inf -inf | chunk 1: none | chunk 2: 17 of them ...... |
-                                    starts[0] (a multiple of 16)        starts[1] = starts[2]               starts[3]
 """
 from __future__ import annotations
 
 import numpy as np
 from numba import types
 
-from worker.jit.lanes import (AHEAD, CHUNK, copy_at_least, exp2_below_0, is_zero_256, lanes_of_chunk,
-                              lanes_of_masked_chunk, largest_lane, load_where, prefetch_chunk, zero_below)
-from worker.jit.vector import (add, device, get_f32, get_i32, get_i64, load_f32, mul, set_f32, set_i64, splat,
-                               store_f32, sub, sum_lanes)
+from worker.jit.lanes import (AHEAD, CHUNK, is_zero_256, lanes_of_chunk, lanes_of_masked_chunk, largest_lane,
+                              least_difference, load_where, prefetch_chunk, weight_of)
+from worker.jit.vector import add, device, get_f32, get_i32, inlined, load_f32, set_f32, splat, store_f32, sum_lanes
 
 _F32 = types.float32
 STEP = 4 * CHUNK                                # bytes
-BLOCK = 32                                      # vectors that are summed in float32
 _MINUS_INF, _NAN = float("-inf"), float("nan")
 
 
@@ -40,9 +35,18 @@ def is_allowed(bits, token):  # type: ignore[no-untyped-def]
 def fill_tail(x, width, bits, tail):  # type: ignore[no-untyped-def]
     """Copy the row's short last chunk, where it has one, to `tail`."""
     first = width // CHUNK * CHUNK
-    for i in range(CHUNK):
-        is_there = first + i < width and is_allowed(bits, first + i)
-        set_f32(tail, i, get_f32(x, first + i) if is_there else _F32(_MINUS_INF))
+    whole = (width - first) // 16 * 16
+    for i in range(0, whole, 16):
+        at = first + i
+        if bits == 0:
+            store_f32(tail + 4 * i, load_f32(x + 4 * at))
+        else:
+            store_f32(tail + 4 * i, load_where(x + 4 * at, bits + at // 8))
+    for i in range(whole, CHUNK, 16):
+        store_f32(tail + 4 * i, splat(_F32(_MINUS_INF)))
+    for i in range(whole, width - first):
+        if is_allowed(bits, first + i):
+            set_f32(tail, i, get_f32(x, first + i))
 
 
 @device
@@ -105,14 +109,14 @@ def first_of(x, chunk, width, bits, tail, value):  # type: ignore[no-untyped-def
     return 0
 
 
-@device
+@inlined
 def chunk_weight(address, largest, scale):  # type: ignore[no-untyped-def]
     """The sum of 2**((x - largest) * scale)."""
-    top, factor = splat(largest), splat(scale)
+    top, factor, least = splat(largest), splat(scale), splat(least_difference(scale))
     even = odd = splat(_F32(0.0))
     for i in range(0, CHUNK // 16, 2):
-        even = add(even, exp2_below_0(mul(sub(load_f32(address + 64 * i), top), factor)))
-        odd = add(odd, exp2_below_0(mul(sub(load_f32(address + 64 * i + 64), top), factor)))
+        even = add(even, weight_of(load_f32(address + 64 * i), top, factor, least))
+        odd = add(odd, weight_of(load_f32(address + 64 * i + 64), top, factor, least))
     return sum_lanes(add(even, odd))
 
 
@@ -126,58 +130,4 @@ def weigh(x, width, tail, chunk_max, largest, scale, sums):  # type: ignore[no-u
             part = chunk_weight(chunk_at(x, c, width, tail), largest, scale)
         set_f32(sums, c, part)
         total += part
-    return total
-
-
-@device
-def collect(x, width, tail, chunk_max, limit, found, starts):  # type: ignore[no-untyped-def]
-    """List the logits >= limit, which is finite, as drawn above; the list's length."""
-    n, at_least, nothing = 0, splat(limit), splat(_F32(_MINUS_INF))
-    for c in range(num_chunks(width)):
-        set_i64(starts, c, n)
-        if get_f32(chunk_max, c) >= limit:
-            address = chunk_at(x, c, width, tail)
-            for i in range(CHUNK // 16):
-                v = load_f32(address + 64 * i)
-                n += copy_at_least(found + 4 * n, v, v, at_least)
-            store_f32(found + 4 * n, nothing)
-            n = (n + 15) // 16 * 16
-    set_i64(starts, num_chunks(width), n)
-    return n
-
-
-@device
-def sample_list(x, width, found):  # type: ignore[no-untyped-def]
-    """One vector of every second whole chunk, another lane group from chunk to chunk; the list's length."""
-    count = width // (2 * CHUNK)
-    for c in range(count):
-        store_f32(found + 64 * c, load_f32(x + 2 * STEP * c + 64 * (5 * c % (CHUNK // 16))))
-    return 16 * count
-
-
-@device
-def list_weights(found, n, largest, scale, mass):  # type: ignore[no-untyped-def]
-    """Fill the weights of a list of length n, a multiple of 16; their sum."""
-    top, factor, total = splat(largest), splat(scale), 0.0
-    for begin in range(0, n // 16, BLOCK):
-        part = splat(_F32(0.0))
-        for i in range(begin, min(n // 16, begin + BLOCK)):
-            weights = exp2_below_0(mul(sub(load_f32(found + 64 * i), top), factor))
-            store_f32(mass + 64 * i, weights)
-            part = add(part, weights)
-        total += sum_lanes(part)
-    return total
-
-
-@device
-def list_sums(found, mass, starts, chunks, limit, sums):  # type: ignore[no-untyped-def]
-    """Fill sums with each chunk's weight of the logits >= limit; their total."""
-    total, at_least = 0.0, splat(limit)
-    for c in range(chunks):
-        part = splat(_F32(0.0))
-        for i in range(get_i64(starts, c) // 16, get_i64(starts, c + 1) // 16):
-            part = add(part, zero_below(load_f32(mass + 64 * i), load_f32(found + 64 * i), at_least))
-        weight = sum_lanes(part)
-        set_f32(sums, c, weight)
-        total += weight
     return total

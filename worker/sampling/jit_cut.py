@@ -106,18 +106,17 @@ def _middle(low, end, halvings):  # type: ignore[no-untyped-def]
 
 
 @device
-def cut(values, weights, n, low, hint, high, target, room_values, room_weights):  # type: ignore[no-untyped-def]
+def cut(values, weights, n, low, high, target, room_values, room_weights):  # type: ignore[no-untyped-def]
     """The largest value for which the weights of all values >= it reach the target; else low, or the smallest value
-    above it. Values below low are not looked at, none is above high; both are finite. `hint`: where the list is cut
-    first, if it lies inside. The rooms are of n + 16; the list stays as it is."""
+    above it. Values below low are not looked at, none is above high; both are finite. The rooms are of n + 16; the list
+    stays as it is, if it is not in the rooms."""
     removed, halvings = 0.0, 0                  # weight of the values that the list has lost at its upper end
     if low <= _F32(_LOWEST):                    # no real bound: look for one
         low, high = _range(values, n, low)
     while low < high:
         end, upper = _value(_key(high) + 1), 0.0        # weight of the list's values >= end
-        has_hint = halvings == 0 and low < hint < end
-        for _ in range(1 if has_hint else ROUNDS):
-            middle = hint if has_hint else _middle(low, end, halvings)
+        for _ in range(ROUNDS):
+            middle = _middle(low, end, halvings)
             if middle <= low:
                 return low
             weight = weight_from(values, weights, n, middle)

@@ -6,8 +6,9 @@ from numba import types
 
 from worker.jit.lanes import CHUNK, ones_above
 from worker.jit.vector import add_i32, device, entry, get_f32, load_f32, splat, splat_i32, sum_lanes_i32
-from worker.sampling.jit_chunks import chunk_at, collect, fill_tail, num_chunks, scan, weigh
+from worker.sampling.jit_chunks import chunk_at, fill_tail, num_chunks, scan, weigh
 from worker.sampling.jit_cut import cut, list_ones
+from worker.sampling.jit_lists import collect
 from worker.sampling.jit_rows import LOG2E, kth_bound, rooms
 
 _F32, _MINUS_INF = types.float32, np.float32(-np.inf)
@@ -76,7 +77,7 @@ def logprob_rows(x, stride, width, begin, end, targets, num_top, scratch, ids, v
         bound = kth_bound(chunk_max, chunks, top, count, found, mass, room_values, room_weights)
         n = collect(row, width, tail, chunk_max, bound, found, starts)
         list_ones(found, n, mass)
-        limit = cut(found, mass, n, bound, _MINUS_INF, top, np.float64(count), room_values, room_weights)
+        limit = cut(found, mass, n, bound, top, np.float64(count), room_values, room_weights)
         n = _likeliest(row, width, tail, chunk_max, limit, count, ids[r])
         for j in range(1, n + 1):
             values[r, j] = np.float64(get_f32(row, ids[r, j])) - top - total

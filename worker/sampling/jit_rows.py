@@ -4,25 +4,27 @@ A row of 150,000 logits fits in a core's cache, so a row is read from memory onc
 top-k and top-p are one threshold, found without a sort: a list of the logits that can matter, then the cut in it. For
 top-p alone the list begins where a sample of the row says that too little weight lies below; whether it was right is
 checked by weight, so it changes no result. A row depends on nothing else: it gives the same token in any batch and by
-any thread. A row with a bit mask is read through it. Does not know requests. Threads: jit_threads.py.
+any thread. A row with a bit mask is read through it (jit_masked.py). Does not know requests. Threads: jit_threads.py.
 """
 from __future__ import annotations
 
 import numpy as np
 from numba import njit, types
 
-from worker.jit.lanes import CHUNK, exp2_below_0, zero_below
-from worker.jit.vector import device, entry, get_f32, load_f32, mul, set_f32, splat, store_f32, sub
-from worker.sampling.jit_chunks import (chunk_at, collect, copy_allowed, fill_tail, first_of, list_sums, list_weights,
-                                        num_chunks, sample_list, scan, scan_allowed, weigh)
+from worker.jit.lanes import CHUNK
+from worker.jit.vector import device, entry, get_f32, set_f32
+from worker.sampling.jit_chunks import copy_allowed, fill_tail, first_of, num_chunks, scan, scan_allowed, weigh
 from worker.sampling.jit_cut import cut, list_ones, rough_cut, weight_from
+from worker.sampling.jit_draw import draw, draw_from_list, uniform
+from worker.sampling.jit_lists import (SAMPLED, collect, list_sums, list_weights, pad_list, sample_list,
+                                       split_list, weigh_and_collect)
+from worker.sampling.jit_masked import largest_allowed
 
 LOG2E = 1.4426950408889634
 SMALLEST_T = 1e-30                              # a float32 that may divide; below it only the maximum has any weight
 LESS, MORE = 0.9, 1.1                           # how far the sample's weight below a cut is trusted
 _F32, _MINUS_INF = types.float32, np.float32(-np.inf)
 _LOWEST = np.finfo(np.float32).min
-SAMPLED = 32                                    # one logit in so many
 
 
 @njit
@@ -54,13 +56,6 @@ def rooms(scratch, width):  # type: ignore[no-untyped-def]
 
 
 @device
-def pad_list(values, n):  # type: ignore[no-untyped-def]
-    """Fill up to a multiple of sixteen; that length."""
-    store_f32(values + 4 * n, splat(_MINUS_INF))
-    return (n + 15) // 16 * 16
-
-
-@device
 def kth_bound(chunk_max, chunks, largest, k, values, weights, room_values, room_weights):  # type: ignore[no-untyped-def]
     """A limit that at least k logits reach: so many chunks have one as large; else the lowest float."""
     if k > chunks:
@@ -69,77 +64,49 @@ def kth_bound(chunk_max, chunks, largest, k, values, weights, room_values, room_
         set_f32(values, c, get_f32(chunk_max, c))
     n = pad_list(values, chunks)
     list_ones(values, n, weights)
-    limit = cut(values, weights, n, _LOWEST, _MINUS_INF, largest, np.float64(k), room_values, room_weights)
+    limit = cut(values, weights, n, _LOWEST, largest, np.float64(k), room_values, room_weights)
     # Fewer chunks may have a finite logit at all: then a chunk may hold several of the first k.
     return limit if weight_from(values, weights, n, limit) >= k else _F32(_LOWEST)
 
 
 @device
-def _list_of_top_p(x, width, tail, chunk_max, largest, scale, top_p, total, found, mass, starts):  # type: ignore[no-untyped-def]
-    """(length of the list of logits that contains the cut, its lower end, a guess at the cut). Fills the weights."""
-    # Tokens that are all lighter than this weigh less than 1 - top_p together: the cut is not among them.
-    bound, share = np.float64(_LOWEST), (1.0 - top_p) * total / width
-    if share > 1e-37:
-        bound = max(bound, largest + (np.log2(share) - 1e-3) / scale - 1e-6 * abs(largest))
-    lowest = guess = hint = _F32(bound)
+def _log2_share(top_p, total, width):  # type: ignore[no-untyped-def]
+    """Tokens that are all lighter than this, as a power of two, weigh less than the top-p leaves out: the cut is not
+    among them."""
+    share = (1.0 - top_p) * total / width
+    return np.log2(share) if share > 1e-37 else -np.inf
+
+
+@device
+def _guess_top_p(x, width, chunk_max, largest, scale, top_p, found, mass):  # type: ignore[no-untyped-def]
+    """(a limit that is likely below the cut, a guess at the cut)."""
+    n, above, total = sample_list(x, width, chunk_max, largest, scale, found, mass)
+    below = (1.0 - top_p) * total / SAMPLED
+    low = _F32(max(np.float64(_LOWEST), largest + _log2_share(top_p, total, width) / scale))
+    low = rough_cut(found, mass, n, low, largest, max(above - LESS * below, 1e-30), 8)
+    end = _F32(0.75) * low + _F32(0.25) * largest
+    return low, rough_cut(found, mass, n, low, end, max(above - MORE * below, 1e-30), 5)
+
+
+@device
+def _list_of_top_p(x, width, tail, chunk_max, largest, scale, top_p, found, mass, starts, room_values, room_weights):  # type: ignore[no-untyped-def]
+    """(length of a list of logits with the weights, the cut in it)."""
+    guess = hint = _F32(_LOWEST)
     if width >= SAMPLED * CHUNK:
-        n = sample_list(x, width, found)
-        above, below = list_weights(found, n, largest, scale, mass), (1.0 - top_p) * total / SAMPLED
-        guess = rough_cut(found, mass, n, lowest, largest, max(above - LESS * below, 1e-30), 8)
-        end = _F32(0.75) * guess + _F32(0.25) * largest
-        hint = rough_cut(found, mass, n, guess, end, max(above - MORE * below, 1e-30), 5)
-    n = collect(x, width, tail, chunk_max, guess, found, starts)
-    listed = list_weights(found, n, largest, scale, mass)
-    if guess > lowest and listed < top_p * total:
-        guess = lowest
+        guess, hint = _guess_top_p(x, width, chunk_max, largest, scale, top_p, found, mass)
+    n, total = weigh_and_collect(x, width, tail, chunk_max, largest, scale, guess, found, starts)
+    target = top_p * total
+    bound = _F32(max(np.float64(_LOWEST),
+                     largest + (_log2_share(top_p, total, width) - 1e-3) / scale - 1e-6 * abs(largest)))
+    listed, above, rest = split_list(found, n, largest, scale, mass, hint, room_values, room_weights)
+    if guess > bound and listed < target:
+        guess = bound
         n = collect(x, width, tail, chunk_max, guess, found, starts)
-        list_weights(found, n, largest, scale, mass)
-    return n, guess, hint
-
-
-@device
-def _draw(x, width, tail, tile, sums, total, largest, scale, limit, noise):  # type: ignore[no-untyped-def]
-    """The first token, by id, whose cumulative weight exceeds noise * total."""
-    target, before = noise * total, 0.0
-    chunk = last = -1
-    for c in range(num_chunks(width)):
-        weight = get_f32(sums, c)
-        if weight > _F32(0.0):
-            last = c
-            if before + weight > target:
-                chunk = c
-                break
-            before += weight
-    if chunk < 0:                               # cannot be: target < total, summed in the same order
-        chunk = last
-    address, top, factor, at_least = chunk_at(x, chunk, width, tail), splat(largest), splat(scale), splat(limit)
-    for i in range(CHUNK // 16):
-        v = load_f32(address + 64 * i)
-        store_f32(tile + 64 * i, zero_below(exp2_below_0(mul(sub(v, top), factor)), v, at_least))
-    token = 0
-    for i in range(CHUNK):
-        weight = get_f32(tile, i)
-        if weight > _F32(0.0):
-            token = chunk * CHUNK + i
-            before += weight
-            if before > target:
-                break
-    return token
-
-
-@device
-def _uniform(seed, child, index):  # type: ignore[no-untyped-def]
-    """Lane 0 of ipc.counter_rng.uniform, bit for bit: Philox4x32-10."""
-    mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    place, choice = np.uint64(index), np.uint64(child)
-    c0, c1, c2, c3 = place & mask, place >> shift, choice & mask, np.uint64(0)
-    k0, k1 = seed & mask, seed >> shift
-    for i in range(10):
-        if i:
-            k0, k1 = (k0 + np.uint64(0x9E3779B9)) & mask, (k1 + np.uint64(0xBB67AE85)) & mask
-        first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (second >> shift) ^ c1 ^ k0, second & mask, (first >> shift) ^ c3 ^ k1, first & mask
-    return np.float64(np.int64((c0 >> np.uint64(9)) * np.uint64(2) + np.uint64(1))) * 2.0 ** -24
+        _, above, rest = split_list(found, n, largest, scale, mass, hint, room_values, room_weights)
+    low = max(guess, bound)
+    if above >= target:
+        return n, cut(found, mass, n, max(low, hint), largest, target, room_values, room_weights)
+    return n, cut(room_values, room_weights, rest, low, hint, target - above, room_values, room_weights)
 
 
 @device
@@ -149,12 +116,17 @@ def _scan(x, width, bits, tail, chunk_max):  # type: ignore[no-untyped-def]
 
 
 @device
-def _greedy(x, width, bits, tail, chunk_max):  # type: ignore[no-untyped-def]
+def _greedy(x, width, bits, scratch):  # type: ignore[no-untyped-def]
     """The token of one row; -1 or -2 (empty) for a bad row."""
-    chunk, largest = _scan(x, width, bits, tail, chunk_max)
+    chunk_max, _, _, tail, _, _, words, _, _, _ = rooms(scratch, width)
+    if bits != 0:
+        token, largest = largest_allowed(x, width, bits, tail, words)
+    else:
+        chunk, largest = _scan(x, width, bits, tail, chunk_max)
+        token = first_of(x, chunk, width, bits, tail, largest)
     if not np.isfinite(largest):
         return -2 if largest == _MINUS_INF else -1
-    return first_of(x, chunk, width, bits, tail, largest)
+    return token
 
 
 @device
@@ -175,24 +147,22 @@ def _sample(x, width, bits, scratch, temperature, top_k, top_p, min_p, noise):  
         bound = max(limit, kth_bound(chunk_max, chunks, largest, top_k, found, mass, room_values, room_weights))
         n = collect(x, width, tail, chunk_max, bound, found, starts)
         list_ones(found, n, mass)
-        limit = max(limit, cut(found, mass, n, bound, _MINUS_INF, largest, np.float64(top_k), room_values,
-                               room_weights))
+        limit = max(limit, cut(found, mass, n, bound, largest, np.float64(top_k), room_values, room_weights))
     elif limit > _MINUS_INF:
         n = collect(x, width, tail, chunk_max, limit, found, starts)
     if n > 0:
         list_weights(found, n, largest, scale, mass)
         if top_p < 1.0:
             total = weight_from(found, mass, n, limit)
-            limit = cut(found, mass, n, limit, _MINUS_INF, largest, top_p * total, room_values, room_weights)
+            limit = cut(found, mass, n, limit, largest, top_p * total, room_values, room_weights)
+    elif top_p < 1.0:
+        n, limit = _list_of_top_p(x, width, tail, chunk_max, largest, scale, top_p, found, mass, starts, room_values,
+                                  room_weights)
     else:
         total = weigh(x, width, tail, chunk_max, largest, scale, sums)
-        if top_p < 1.0:
-            n, limit, hint = _list_of_top_p(x, width, tail, chunk_max, largest, scale, top_p, total, found, mass,
-                                            starts)
-            limit = cut(found, mass, n, limit, hint, largest, top_p * total, room_values, room_weights)
-    if n > 0:
-        total = list_sums(found, mass, starts, chunks, limit, sums)
-    return _draw(x, width, tail, tile, sums, total, largest, scale, limit, noise)
+        return draw(x, width, tail, tile, sums, total, largest, scale, noise)
+    total = list_sums(found, mass, n, limit, sums)
+    return draw_from_list(x, width, tail, tile, found, mass, n, starts, sums, total, limit, noise)
 
 
 @device
@@ -212,9 +182,8 @@ def _enter(token, r, tokens, bad, empty):  # type: ignore[no-untyped-def]
 def greedy_rows(x, stride, width, begin, end, words, index, scratch, tokens, bad, empty):  # type: ignore[no-untyped-def]
     """The arg-max of rows begin to end, as in sample_rows."""
     base, room = x.ctypes.data, scratch.ctypes.data
-    chunk_max, _, _, tail, _, _, _, _, _, _ = rooms(room, width)
     for r in range(begin, end):
-        token = _greedy(base + 4 * stride * r, width, _bits_of(words, index, r), tail, chunk_max)
+        token = _greedy(base + 4 * stride * r, width, _bits_of(words, index, r), room)
         _enter(token, r, tokens, bad, empty)
 
 
@@ -226,13 +195,12 @@ def sample_rows(x, stride, width, begin, end, words, index, temperature, top_k, 
     words int32 [n, >= ceil(V / 32)], index int32 [L] (or [0]: no masks): row r may take the tokens whose bits in
     words[index[r]] are 1; -1: all. scratch: scratch_floats."""
     base, room = x.ctypes.data, scratch.ctypes.data
-    chunk_max, _, _, tail, _, _, _, _, _, _ = rooms(room, width)
     for r in range(begin, end):
         row, bits = base + 4 * stride * r, _bits_of(words, index, r)
         if temperature[r] <= 0.0:
-            token = _greedy(row, width, bits, tail, chunk_max)
+            token = _greedy(row, width, bits, room)
         else:
             token = _sample(row, width, bits, room, np.float64(temperature[r]), np.int64(top_k[r]),
                             np.float64(top_p[r]), np.float64(min_p[r]),
-                            _uniform(seed[r], child[r], output_index[r]))
+                            uniform(seed[r], child[r], output_index[r]))
         _enter(token, r, tokens, bad, empty)
