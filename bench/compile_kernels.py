@@ -25,21 +25,22 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
 from ipc.option_help import OptionParser
 from worker.attention.base import BatchMeta
-from worker.attention.triton_paged import Device, TritonBackend
+from worker.attention.triton_paged import TritonBackend
 from worker.device_rows import ResidentBuilder
 from worker.kernels.add_rms_norm import add_rms_norm
 from worker.kernels.argmax import argmax
+from worker.kernels.chip import Chip, assume
 from worker.kernels.configs import shared_limit
 from worker.kernels.edit_logits import mask_bits, penalise
 from worker.kernels.embedding import embedding
 from worker.kernels.logprobs import chosen_logprobs
 from worker.kernels.moe import experts
+from worker.kernels.offline import OfflineDriver
 from worker.kernels.philox import philox_uniform
 from worker.kernels.sample_rows import sample_rows
 from worker.kernels.qkv_rope_kv_write import qkv_rope_kv_write
@@ -58,31 +59,6 @@ _MATRIX_KERNELS = ("paged_attention_kernel", "grouped_matmul_kernel", "quant_lin
                    "narrow_grouped_matmul_kernel")
 _MATRIX = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "IMMA")
 PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}
-
-
-class OfflineDriver:
-    """As much of a CUDA driver as a compilation asks for. The device number is the capability, so that variants for
-    several chips do not share a cache entry."""
-
-    launcher_cls = None
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def is_active(self) -> bool:
-        return True
 
 
 def inspect_machine_code(compiled: Any) -> dict[str, int]:
@@ -137,7 +113,7 @@ def attention_case(
 
     def launch(capability: int) -> object:
         backend = TritonBackend()
-        backend._devices[torch.device("cpu")] = Device(capability, PROCESSORS.get(capability, 128))
+        assume(torch.device("cpu"), Chip(capability, PROCESSORS.get(capability, 128)))
         cache = backend.allocate((4, block_size, kv_heads, dim), pool or dtype, "cpu")
         q = torch.zeros((sum(query_lens), kv_heads * group, dim), dtype=dtype)
         sinks = torch.zeros(kv_heads * group) if options.pop("with_sinks", False) else None
@@ -359,7 +335,7 @@ def count_variants(capability: int) -> tuple[int, int]:
 
     triton.runtime.driver.set_active(OfflineDriver(capability))
     backend = TritonBackend()
-    backend._devices[torch.device("cpu")] = Device(capability, PROCESSORS[capability])
+    assume(torch.device("cpu"), Chip(capability, PROCESSORS[capability]))
     cache = backend.allocate((4, 16, 2, 64), torch.bfloat16, "cpu")
     JITFunction.run = run
     try:

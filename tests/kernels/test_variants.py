@@ -21,10 +21,10 @@ import triton  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from bench import gpu_in_process  # noqa: E402
-from bench.compile_kernels import OfflineDriver  # noqa: E402
 from bench.gpu_in_process import InProcessEngine, Setup, random_model  # noqa: E402
 from ipc.model_config import from_hf_config  # noqa: E402
 from worker.attention.triton_paged import TritonBackend  # noqa: E402
+from worker.kernels.offline import OfflineDriver  # noqa: E402
 from worker.models.quant_linear import quantize_linears  # noqa: E402
 from worker.quant.weights import KINDS  # noqa: E402
 from worker.sampling import device_rows  # noqa: E402
@@ -44,6 +44,19 @@ MODELS = {
 
 
 @contextlib.contextmanager
+def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines on CPU tensors, whose launches ask for the variants of a chip that is not here."""
+    with monkeypatch.context() as patch:
+        empty = torch.empty
+        patch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).zero_())   # not filled: 0
+        driver = OfflineDriver(90)
+        driver.get_current_device = lambda: f"device {id(driver)}"  # type: ignore[assignment,method-assign]
+        patch.setattr(triton.runtime.driver, "_active", driver)    # a device has a cache of its own
+        patch.setattr(gpu_in_process, "get_backend", lambda name, device: TritonBackend())
+        yield
+
+
+@contextlib.contextmanager
 def noted_compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Kernel and key of each variant that would be compiled from here on."""
     seen: list[str] = []
@@ -60,15 +73,9 @@ def noted_compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         assert all(1 <= size < 1 << 31 for size in grid) and all(size < 1 << 16 for size in grid[1:]), (self, grid)
         return original(self, *args, grid=grid, warmup=True, **options)
 
-    with monkeypatch.context() as patch:
+    with offline(monkeypatch), monkeypatch.context() as patch:
         patch.setattr(JITFunction, "_do_compile", compile_nothing)
         patch.setattr(JITFunction, "run", run)
-        empty = torch.empty
-        patch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).zero_())   # not filled: 0
-        driver = OfflineDriver(90)
-        driver.get_current_device = lambda: f"device {id(seen)}"  # type: ignore[assignment,method-assign]
-        patch.setattr(triton.runtime.driver, "_active", driver)    # a device has a cache of its own
-        patch.setattr(gpu_in_process, "get_backend", lambda name, device: TritonBackend())
         yield seen
 
 

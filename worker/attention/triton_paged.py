@@ -17,6 +17,7 @@ from torch import Tensor
 
 from worker.attention.base import BatchMeta
 from worker.kernels import configs
+from worker.kernels.chip import chip_of
 from worker.kernels.combine_splits import combine_splits_kernel
 from worker.kernels.configs import TileConfig, attention_config, padded_dim
 from worker.kernels.interpreter import install_if_interpreted
@@ -27,16 +28,6 @@ from worker.kv_pool import allocate_kv
 from worker.kv_quant import is_quantized
 
 NO_SPLIT, SPLIT_TILES, SPLIT_SHORT_REQUESTS = 0, 1, 2  # kinds of plan
-INTERPRETED_PROCESSORS = 8  # what the interpreter pretends to have: tests reach every kind of split with small shapes
-INTERPRETED_CAPABILITY = 90
-
-
-@dataclass(frozen=True)
-class Device:
-    """What the choice of a launch depends on."""
-
-    capability: int  # 90 for compute capability 9.0
-    num_processors: int
 
 
 @dataclass
@@ -64,7 +55,6 @@ class TritonBackend:
 
     def __init__(self) -> None:
         install_if_interpreted()
-        self._devices: dict[torch.device, Device] = {}
 
     def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
         return allocate_kv(shape, dtype, device)
@@ -105,7 +95,7 @@ class TritonBackend:
 
     def _tile(self, max_query_len: int, q: Tensor, pool: Tensor) -> TileConfig:
         return attention_config(max_query_len, q.shape[1] // pool.shape[2], q.shape[2], q.dtype.itemsize,
-                                pool.dtype.itemsize, self._device(q.device).capability)
+                                pool.dtype.itemsize, chip_of(q.device).capability)
 
     def _plan(self, meta: BatchMeta, q: Tensor, pool: Tensor) -> LaunchPlan:
         """The step's launch for layers of this shape; made once, with its workspace."""
@@ -115,24 +105,13 @@ class TritonBackend:
         plan: LaunchPlan | None = meta.cache.get(key)
         if plan is None:
             tile = self._tile(meta.max_query_len, q, pool)
-            plan = plan_launch(meta, len(q), group, num_kv_heads, dim, tile, self._device(q.device).num_processors)
+            plan = plan_launch(meta, len(q), group, num_kv_heads, dim, tile, chip_of(q.device).num_processors)
             # Without splits it is a tensor of the same type that is not touched: one compiled variant for both.
             shape = (1,) if plan.kind == NO_SPLIT else (plan.num_parts, num_kv_heads, plan.num_splits, plan.part_rows)
             plan.parts = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
             plan.lse = torch.empty(shape, dtype=torch.float32, device=q.device)
             meta.cache[key] = plan
         return plan
-
-    def _device(self, device: torch.device) -> Device:
-        found = self._devices.get(device)
-        if found is None:
-            if device.type == "cuda":
-                properties = torch.cuda.get_device_properties(device)
-                found = Device(10 * properties.major + properties.minor, properties.multi_processor_count)
-            else:
-                found = Device(INTERPRETED_CAPABILITY, INTERPRETED_PROCESSORS)
-            self._devices[device] = found
-        return found
 
 
 def plan_launch(meta: BatchMeta, num_tokens: int, group: int, num_kv_heads: int, dim: int, tile: TileConfig,

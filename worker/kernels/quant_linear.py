@@ -17,17 +17,15 @@ float32 parts are summed in order by a second launch. Does not know models. Sour
 # (kernels: their parameters are Triton's, not Python's)
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker.kernels.chip import chip_of
 from worker.kernels.configs import ELEMENTS_PER_PROGRAM, linear_config, linear_splits
 from worker.quant.weights import INT4, QuantWeight
 
-INTERPRETED_PROCESSORS = 8
 
 
 @triton.jit
@@ -102,13 +100,6 @@ def sum_splits_kernel(out_ptr, parts_ptr, size, num_splits, BLOCK: tl.constexpr)
     tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def quant_linear(x: Tensor, weight: QuantWeight, bias: Tensor | None = None) -> Tensor:
     """x [N, K], rows may be strided -> [N, out] in x's dtype."""
     num_rows, num_k = x.shape
@@ -120,7 +111,7 @@ def quant_linear(x: Tensor, weight: QuantWeight, bias: Tensor | None = None) -> 
     block_k = min(tile.block_k, weight.group_k) if not is_int4 else weight.group_k
     grid = (triton.cdiv(weight.num_out, tile.block_n), triton.cdiv(num_rows, tile.block_m))
     num_tiles = triton.cdiv(num_k, block_k)
-    num_splits = linear_splits(grid[0] * grid[1], num_tiles, _num_processors(x.device))
+    num_splits = linear_splits(grid[0] * grid[1], num_tiles, chip_of(x.device).num_processors)
     per_split = triton.cdiv(num_tiles, num_splits)
     num_splits = triton.cdiv(num_tiles, per_split)
     target = out if num_splits == 1 else torch.empty((num_splits, *out.shape), dtype=torch.float32, device=x.device)

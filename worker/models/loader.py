@@ -32,21 +32,12 @@ def load_model(files: ModelFiles, *, dtype: str, device: str, seed: int = 0,
 
     Raises ConfigError, one line: a file that does not match its config, or weights that do not fit.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    family = get_model_class(files.config.architecture)
-    model = family(files.config, dtype=DTYPES[dtype], device="meta")
-    kind = None
-    if narrow_ops is not None and files.kind == "safetensors":
-        from worker.models.safetensors_loader import kind_in_file
-        kind = kind_in_file(model, files.path)
-    if narrow_ops is not None and kind is not None:
-        narrow_skeleton(model, kind, narrow_ops)
+    model, is_narrow = model_skeleton(files, dtype, narrow_ops)
     check_memory(model, dtype, device)
-    if kind is None:
-        model = family(files.config, dtype=DTYPES[dtype], device=device)
-    else:
+    if is_narrow:
         materialise(model, device)
+    else:
+        model = get_model_class(files.config.architecture)(files.config, dtype=DTYPES[dtype], device=device)
     report = progress or (lambda fraction: None)
     if files.kind == "safetensors":
         from worker.models.safetensors_loader import load_safetensors
@@ -59,6 +50,20 @@ def load_model(files: ModelFiles, *, dtype: str, device: str, seed: int = 0,
     else:
         raise ConfigError(f"model kind {files.kind!r} is not supported; supported: safetensors, gguf, dummy")
     return model.eval()
+
+
+def model_skeleton(files: ModelFiles, dtype: str, narrow_ops: Ops | None) -> tuple[FlatModel, bool]:
+    """(the model on the meta device, whether its matrices are those of an fp8 file). Raises as load_model."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    model = get_model_class(files.config.architecture)(files.config, dtype=DTYPES[dtype], device="meta")
+    if narrow_ops is None or files.kind != "safetensors":
+        return model, False
+    from worker.models.safetensors_loader import kind_in_file
+    kind = kind_in_file(model, files.path)
+    if kind is not None:
+        narrow_skeleton(model, kind, narrow_ops)
+    return model, kind is not None
 
 
 def fill_random(model: FlatModel, seed: int, progress: Progress) -> None:

@@ -12,8 +12,9 @@ from tests.kernels.interpreted.tools import BF16, FP8, INT8, make_batch
 from tests.worker.test_attention import BATCHES, build, plain_attention
 from worker.attention import triton_paged
 from worker.attention.registry import get_backend
-from worker.attention.triton_paged import NO_SPLIT, SPLIT_SHORT_REQUESTS, SPLIT_TILES, Device, LaunchPlan, TritonBackend
-from worker.kernels import configs
+from worker.attention.triton_paged import NO_SPLIT, SPLIT_SHORT_REQUESTS, SPLIT_TILES, LaunchPlan, TritonBackend
+from worker.kernels import chip, configs
+from worker.kernels.chip import Chip
 from worker.kernels.combine_splits import combine_splits_reference
 from worker.kernels.configs import TileConfig
 from worker.kernels.paged_attention import paged_attention_reference
@@ -31,9 +32,8 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, block_m: int, block_n: int, proce
     monkeypatch.setattr(triton_paged, "attention_config", lambda *_: TileConfig(block_m, block_n, 4, 1))
     monkeypatch.setattr(configs, "MIN_TILES_PER_SPLIT", 1)
     monkeypatch.setattr(configs, "SPLIT_KEYS", 2 * block_n)
-    backend = TritonBackend()
-    backend._devices[torch.device("cpu")] = Device(90, processors)
-    return backend
+    monkeypatch.setitem(chip._known, torch.device("cpu"), Chip(90, processors))
+    return TritonBackend()
 
 
 def the_plan(meta: object) -> LaunchPlan:
