@@ -96,7 +96,7 @@ step warm "$python" -W ignore -m bench.gpu_warm $dry $([ -n "$dry" ] && echo --p
 wait
 step kernels "$python" -W ignore -m bench.gpu_kernels $dry --seconds 95 --json "$out/kernels.json"
 step engine "$python" -W ignore -m bench.gpu_engine $dry --seconds 110 --json "$out/engine.json"
-step load "$python" -W ignore -m bench.gpu_load $dry --seconds 45 --json "$out/load.json"
+step load "$python" -W ignore -m bench.gpu_load $dry --seconds 55 --json "$out/load.json"
 step transformers "$python" -W ignore -m bench.gpu_transformers $dry --against "$out/engine.json" \
     --json "$out/transformers.json"
 # Recompute, swap and auto through the three processes, cache on and off: total time and p99 TPOT.

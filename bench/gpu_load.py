@@ -6,9 +6,9 @@
 Writes a checkpoint of Qwen3-8B's widths and two layers (3.3 GB, four files) into a temporary folder (TMPDIR names
 another), then: plain reads by as many threads as the loader has, copies from pinned memory to the device, the loader.
 Each once with the system's file cache emptied of these files, once with them in it. A share is the loader's rate over
-the lower of reading's and copying's. Then a whole worker starts in this process with random weights at Qwen3-8B's
-shape: seconds from its weights to the end of its start, graphs captured; and again with an empty cache of compiled
-kernels, in another process. Prints one table, and one JSON object after it. A missed target is reported, not an error.
+the lower of reading's and copying's. Then a whole worker starts with random weights at Qwen3-8B's shape, in a process
+without compiled kernels and again in one that finds them: seconds from its weights to the end of its start, graphs
+captured. Prints one table, and one JSON object after it. A missed target is reported, not an error.
 """
 
 from __future__ import annotations
@@ -160,38 +160,38 @@ def seconds_to_ready(bench: Bench, config: ModelConfig) -> float:
         attention_backend="triton", cuda_graphs="static" if bench.dry else "on", num_threads=1, run_dir="",
         log_level="warning")
     build_runner(worker, cast(Any, phases), lambda: None)
-    seconds = time.perf_counter() - phases.ended["load weights"]
-    collect(bench)                              # another process comes next
-    return seconds
+    return time.perf_counter() - phases.ended["load weights"]
 
 
-def measure_ready(bench: Bench, config: ModelConfig, is_cold: bool) -> None:
-    """In this process with kernels that the disk has; in another one without."""
-    what = "compiled anew" if is_cold else "from the disk"
-    if not bench.wants(name := f"seconds from weights to ready, kernels {what}"):
-        return
-    if is_cold:
-        with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run([sys.executable, "-W", "ignore", "-m", "bench.gpu_load", "--only", "from the disk",
+def measure_ready(bench: Bench) -> None:
+    """Two processes, one after the other: the first finds no compiled kernels, the second those of the first."""
+    collect(bench)                              # they need the device's memory
+    with tempfile.TemporaryDirectory() as folder:
+        for what in ("compiled anew", "from the disk"):
+            if not bench.wants(name := f"seconds from weights to ready, kernels {what}"):
+                continue
+            done = subprocess.run([sys.executable, "-W", "ignore", "-m", "bench.gpu_load", "--ready",
                                    *(["--dry"] if bench.dry else [])], env={**os.environ, "TRITON_CACHE_DIR": folder},
                                   capture_output=True, text=True)
-        print(*(line for line in done.stdout.splitlines() if line.startswith("    ")), sep="\n")
-        if done.returncode:
-            bench.rows.append({"name": name, "skipped": done.stderr[-200:].replace("\n", " ")})
-            return
-        seconds = json.loads(done.stdout.splitlines()[-1])["rows"][-1]["times"]
-    else:
-        seconds = round(seconds_to_ready(bench, config), 1)
-    bench.rows.append({"name": name, "times": seconds, "at_most": None if bench.dry else TARGET_READY_S})
+            if done.returncode:
+                bench.rows.append({"name": name, "skipped": done.stderr[-200:].replace("\n", " ")})
+                continue
+            *phases, seconds = done.stdout.splitlines()
+            print(f"start, kernels {what}:", *phases, sep="\n", flush=True)
+            bench.rows.append({"name": name, "times": float(seconds), "at_most": None if bench.dry else TARGET_READY_S})
 
 
 def main() -> None:
     """See the module."""
-    args, bench = make_bench(make_parser(__doc__, 60.0))
+    parser = make_parser(__doc__, 60.0)
+    parser.add_argument("--ready", action="store_true", help="only start a worker here; prints its phases and seconds")
+    args, bench = make_bench(parser)
     config = shape(bench, "qwen3-8b")
+    if args.ready:
+        print(f"{seconds_to_ready(bench, config):.1f}")
+        return
     measure_loading(bench, msgspec.structs.replace(config, num_hidden_layers=NUM_LAYERS))
-    measure_ready(bench, config, is_cold=False)
-    measure_ready(bench, config, is_cold=True)
+    measure_ready(bench)
     print_table(bench.rows)
     result = {"benchmark": "gpu_load", "dry": args.dry, "rows": bench.rows,
               "missed": missed(bench)}

@@ -177,8 +177,9 @@ class ResidentBuilder(RowResults):
 
     def warm_up(self) -> None:
         """Launch each kernel once, on a row that is empty."""
-        zeros = torch.zeros(16, dtype=torch.int32, device=self.columns.table.device)
-        self.kernels.move(self.columns, torch.cat([zeros[:1], zeros[:3] - 1, zeros]), 1, 1)
+        device = self.columns.table.device
+        zeros = torch.zeros(16, dtype=torch.int32, device=device)
+        self.kernels.move(self.columns, torch.tensor([0, -1, -1, -1, *[0] * 16], dtype=torch.int32).to(device), 1, 1)
         for packed in (None, zeros):
             self.kernels.decode(self.columns, self.buffers, packed, 0, 1, self.state.block_size)
         self.kernels.ragged(self.columns, self.buffers, zeros, 1, 0, 0, self.state.block_size)

@@ -208,11 +208,15 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
         forget_code()                           # before the weights, which then lie in its room
         starting.end()
 
-    narrow_ops = None
+    narrow_ops = ahead = None
+    valid_tokens = num_valid_tokens(config.model.files)
     if choice is None:
         backend_name, reason = resolve_backend(config.attention_backend, device)
         backend = get_backend(backend_name, device)
         narrow_ops = backend.ops if keeps_fp8(config, device) else None
+        if device == "cuda" and backend_name == "triton" and kept is None:
+            from worker.compile_ahead import compile_ahead
+            ahead = compile_ahead(config, dtype_name, max_model_len, narrow_ops is not None, valid_tokens)
     starting.begin("load weights")
     between()
     model: Any                                  # FlatModel, or JitModel, which has its interface
@@ -242,6 +246,10 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
         backend_name, reason = backend.name, "until the kernels are compiled"
     elif choice is None and kept is None and config.model.quantization not in ("auto", "none"):
         num_bytes, stored = quantize_weights(config, model, backend, device, starting)
+    if ahead is not None:
+        starting.begin(ahead.phase)
+        between()
+        starting.end(ahead.wait(starting.advance))
     starting.begin("size the KV pool")
     if choice is None:
         dtype, why = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, compute_capability(device))
@@ -290,10 +298,12 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
                 "device" if is_resident or graphs != "off" else "host")
     runner = ModelRunner(model, backend, pool, num_host_blocks, seats=seats, max_tokens=config.max_num_batched_tokens,
                          max_model_len=max_model_len, eos_token_ids=model_config.eos_token_ids, device=device,
-                         num_valid_tokens=num_valid_tokens(config.model.files), files=config.model.files,
+                         num_valid_tokens=valid_tokens, files=config.model.files,
                          drafter=make_drafter(config), graphs=graphs, is_resident=is_resident,
                          upgrade=upgrade)
     prepare_device(runner, config.max_num_batched_tokens, starting, between)
+    if ahead is not None:
+        ahead.mark()
     if device == "cpu":
         jit_threads.set_num_threads(threads)
     if device == "cpu" and upgrade is None:

@@ -27,10 +27,17 @@ def warm_up_sizes(max_tokens: int) -> list[int]:
     return sizes if sizes[-1] == max_tokens else [*sizes, max_tokens]
 
 
-@torch.inference_mode()
 def warm_up(runner: ModelRunner, max_tokens: int, progress: Progress = lambda fraction: None) -> int:
-    """Attention, then whole steps, then the sampler; returns the largest step. Nothing in the pool changes but its
+    """All launches, and what counts tokens on the host; returns the largest step. Nothing in the pool changes but its
     scratch slot."""
+    largest = launch_all(runner, max_tokens, progress)
+    jit_threads.warm_up_counts(runner.model.config.vocab_size)
+    return largest
+
+
+@torch.inference_mode()
+def launch_all(runner: ModelRunner, max_tokens: int, progress: Progress = lambda fraction: None) -> int:
+    """Attention, then whole steps, then the sampler; returns the largest step."""
     from worker.attention.triton_paged import TritonBackend
     if isinstance(runner.backend, TritonBackend):
         config = runner.model.config
@@ -46,8 +53,7 @@ def warm_up(runner: ModelRunner, max_tokens: int, progress: Progress = lambda fr
 
 
 def warm_up_sampler(runner: ModelRunner) -> None:
-    """The kernels of rows that draw, are penalised, masked, or want log-probabilities; and what counts tokens on the
-    host."""
+    """The kernels of rows that draw, are penalised, masked, or want log-probabilities."""
     from worker.sampling import device_rows
     hidden = runner.model.embed_tokens[:2]
     logits, width = runner.model.compute_logits(hidden), runner.sampler.sampler.num_valid_tokens
@@ -60,4 +66,3 @@ def warm_up_sampler(runner: ModelRunner) -> None:
     device_rows.penalise_rows(logits, np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64),
                               np.ones(1, np.int64), np.ones((1, 3), np.float32))
     device_rows.logprobs_of(logits, np.zeros(count, np.int64))
-    jit_threads.warm_up_counts(logits.shape[1])

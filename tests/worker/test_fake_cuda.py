@@ -19,8 +19,10 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from bench import gpu_in_process  # noqa: E402
 from bench.gpu_in_process import InProcessEngine, Setup  # noqa: E402
+from ipc.config import CacheConfig, ModelSection, WorkerProcess  # noqa: E402
 from ipc.model_config import from_hf_config  # noqa: E402
-from worker import decode_graphs  # noqa: E402
+from ipc.model_source import ModelFiles  # noqa: E402
+from worker import compile_ahead, decode_graphs, startup  # noqa: E402
 from worker.attention.reference import ReferenceBackend  # noqa: E402
 from worker.attention.triton_paged import TritonBackend  # noqa: E402
 from worker.models import parallel_read  # noqa: E402
@@ -297,3 +299,43 @@ def test_weights_are_copied_as_they_are_and_converted_on_the_device(tmp_path, mo
             Piece(str(path), 8, 40 * 64, torch.float8_e4m3fn, (40, 64), place(40, 64, dtype=torch.float8_e4m3fn)),
         ], lambda fraction: None)
         assert device.reads == 0
+
+
+def test_a_start_compiles_while_it_loads_weights_and_waits_before_its_first_launch(monkeypatch):
+    """The stamp is left when everything was launched."""
+    config = from_hf_config(dict(RAW), "tiny")
+    section = ModelSection(files=ModelFiles("dummy", "", config, "tiny"), max_model_len=512, dtype="bfloat16")
+    worker = WorkerProcess(
+        rank=0, listen="", epoch=1, model=section, cache=CacheConfig(num_gpu_blocks_override=50), max_num_seqs=8,
+        max_num_batched_tokens=64, num_speculative_tokens=0, device="cuda", attention_backend="triton",
+        cuda_graphs="off", num_threads=1, run_dir="", log_level="warning")
+    told: list[Any] = []
+
+    class Ahead:
+        phase = "compile kernels"
+
+        def wait(self, progress: Any) -> str:
+            assert not device.launches
+            progress(0.5)
+            return "all"
+
+        def mark(self) -> None:
+            told.append(("mark", len(device.launches)))
+
+    def begin(*resolved: Any) -> Ahead:
+        told.append(resolved[1:])
+        return Ahead()
+    starting = types.SimpleNamespace(begin=lambda name: told.append(name), advance=lambda fraction, detail="": None,
+                                     end=lambda detail="": told.append(detail))
+    with fake_cuda(monkeypatch) as device:
+        monkeypatch.setattr(compile_ahead, "compile_ahead", begin)
+        monkeypatch.setattr(startup, "get_backend", lambda name, device: TritonBackend())
+        monkeypatch.setattr(startup, "load_model", lambda files, **options: get_model_class(config.architecture)(
+            config, dtype=torch.bfloat16, device="cuda:0"))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(startup, "measure_block_swap_ns", lambda *arguments: 0)
+        startup.build_runner(worker, starting, lambda: None)
+        assert told[:2] == [("bfloat16", 512, False, None), "load weights"]
+        assert told[3:6] == ["compile kernels", "all", "size the KV pool"]
+        assert told[-1] == ("mark", len(device.launches)) and len(device.launches) > 50

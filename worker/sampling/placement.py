@@ -23,7 +23,7 @@ def upload(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
-    staging = torch.empty(max(16, sum(sizes)), dtype=torch.uint8, pin_memory=True)
+    staging = torch.empty(max(16, sum(sizes)), dtype=torch.uint8, pin_memory=device.type == "cuda")
     view, begin, places = staging.numpy(), 0, []
     for array, size in zip(arrays, sizes):
         view[begin:begin + array.nbytes] = array.reshape(-1).view(np.uint8)
