@@ -8,11 +8,11 @@ addresses that are, and a view's offset is the same. Knows no kernel but for the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from triton.runtime.jit import JITFunction
 
 from ipc.config import WorkerProcess
@@ -22,6 +22,7 @@ from worker.kernels.chip import Chip, assume
 from worker.kv_pool import KVPool
 from worker.kv_quant import resolve_kv_dtype
 from worker.model_runner import ModelRunner
+from worker.models.flat_model import DecoderLayer
 from worker.models.layers import RotaryTables
 from worker.models.loader import DTYPES, model_skeleton
 from worker.models.quant_linear import quantize_linears
@@ -58,15 +59,16 @@ class HostTables(RotaryTables):
 
 def skeleton_runner(config: WorkerProcess, dtype: str, max_model_len: int, keeps_fp8: bool, chip: Chip,
                     valid_tokens: int | None) -> ModelRunner:
-    """The worker's runner without memory, as it will be on this chip."""
+    """The worker's runner without memory, as it will be on this chip, with one layer of each kind."""
     assume(torch.device(META), chip)
     cache, backend = config.cache, TritonBackend()
     model, _ = model_skeleton(config.model.files, dtype, backend.ops if keeps_fp8 else None)
-    model.rope = HostTables(config.model.files.config)
+    kinds = {type(cast(DecoderLayer, layer).mlp): layer for layer in model.layers}
+    model.layers, model.rope = nn.ModuleList(kinds.values()), HostTables(config.model.files.config)
     if config.model.quantization not in ("auto", "none"):
         quantize_linears(model, config.model.quantization, backend.ops)
     kv_dtype, _ = resolve_kv_dtype(cache.kv_cache_dtype, DTYPES[dtype], chip.capability)
-    pool = KVPool(backend, FEW_BLOCKS, cache.block_size, model.kv_spec(), kv_dtype, META)
+    pool = KVPool(backend, FEW_BLOCKS, cache.block_size, (len(kinds), *model.kv_spec()[1:]), kv_dtype, META)
     return ModelRunner(model, backend, pool, 0, seats=min(config.max_num_seqs, config.max_num_batched_tokens),
                        max_tokens=config.max_num_batched_tokens, max_model_len=max_model_len, eos_token_ids=[],
                        device=META, num_valid_tokens=valid_tokens, graphs="static", is_resident=True)

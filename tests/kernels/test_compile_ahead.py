@@ -65,7 +65,7 @@ def disk_keys(variants: list[Variant], monkeypatch: pytest.MonkeyPatch) -> set[s
     return keys
 
 
-@pytest.mark.parametrize("name, kind, pool", CASES)
+@pytest.mark.parametrize("name, kind, pool", [*CASES, ("mixed", "none", None), ("mixed", "int8", None)])
 def test_the_variants_found_without_weights_are_those_of_the_start(
     name: str, kind: str, pool: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,8 @@ MODELS = {
     "qwen3": CONFIG | {"architectures": ["Qwen3ForCausalLM"]},
     "moe": CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 12, "num_experts_per_tok": 3,
                      "moe_intermediate_size": 64},
+    "mixed": CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 12, "num_experts_per_tok": 3,
+                       "moe_intermediate_size": 64, "num_hidden_layers": 3, "mlp_only_layers": [1]},
     "window": CONFIG | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 40,
                         "max_window_layers": 0},
 }
