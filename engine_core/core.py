@@ -15,6 +15,7 @@ import numpy as np
 
 from engine_core.block_hash import BlockHasher
 from engine_core.block_manager import BlockManager
+from engine_core.grammar_holds import GrammarHolds
 from engine_core.kept_rows import KeptRows
 from engine_core.outbox import NUMBER_SHIFT, Outbox
 from engine_core.overview import overview
@@ -60,6 +61,7 @@ class EngineCore:
         self.window = scheduler_config.max_plans_in_flight if scheduler_config.async_scheduling else 1
         self.requests: dict[int, Request] = {}
         self.kept = KeptRows()
+        self.holds = GrammarHolds()
         self.outbox = Outbox()
         self.step = 0                           # number of the last plan
         self.committed_step = 0
@@ -109,6 +111,8 @@ class EngineCore:
                 if self.kept.rows:
                     for request in requests:
                         self.kept.claim(request, self.scheduler.blocks)
+                if message.is_replay:           # whatever took it from its core may have taken the worker, too
+                    self.holds.hold(requests, self.scheduler.waiting)
                 if message.output_token_ids:
                     self._end_complete(requests)
                 return
@@ -356,8 +360,19 @@ class EngineCore:
         in_flight = scheduler.rows.in_flight
         suspects = requests_of(scheduler, in_flight[0]) if in_flight else []
         forget_pool(scheduler)
+        self.holds.release_all(scheduler.waiting)
         self._needs_reset = self._is_blocked = False
         self._suspect(suspects, MAX_LOST_WORKERS, reason)
+
+    def worker_replaced(self) -> None:
+        """The new worker is ready. Requests with a grammar, which it does not know, wait until it has compiled it:
+        `holds.unasked` says what it is to be asked for, `grammar_prepared` when it answers."""
+        self.holds.hold(list(self.scheduler.waiting), self.scheduler.waiting)
+
+    def grammar_prepared(self, grammar: bytes) -> None:
+        """The worker has compiled this one, or knows that it does not compile."""
+        self.holds.release(grammar, self.scheduler.waiting)
+        self._is_blocked = False
 
     def _suspect(self, suspects: list[Request], max_faults: int, reason: str) -> None:
         """One of these may have caused a fault. Alone, it is known; else they replay one by one, which shows it."""

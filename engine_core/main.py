@@ -17,7 +17,8 @@ import zmq
 from engine_core.core import EngineCore
 from engine_core.nap import NAMES as NAP_NAMES
 from engine_core.nap import Nap
-from engine_core.recorder import ABORT_STEP, COMMIT, GONE, HANDLE, WORKER_LOST, NoRecorder, Recorder
+from engine_core.recorder import (ABORT_STEP, COMMIT, GONE, GRAMMAR_PREPARED, HANDLE, WORKER_LOST, WORKER_REPLACED,
+                                  NoRecorder, Recorder)
 from engine_core.snapshot import Origin
 from engine_core.worker_relay import NAMES as RELAY_NAMES
 from engine_core.worker_relay import WorkerRelay
@@ -172,11 +173,18 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
             elif isinstance(message, WorkerReady):
                 check_successor(core, message)
                 has_worker = True
+                recorder.note(WORKER_REPLACED, 0, ())
+                core.worker_replaced()
+                relay.forget_own()
                 links.tell(nap.woken())
                 for number in links.frontends.numbers.values():
                     links.frontends.send(number, Phase("engine_core", SERVING, 1.0))
             elif isinstance(message, Slept):
                 links.tell(nap.slept())
+            elif isinstance(message, GrammarPrepared) and (grammar := relay.prepared(message)) is not None:
+                recorder.note(GRAMMAR_PREPARED, 0, [grammar])
+                core.grammar_prepared(grammar)
+                was_asked = True                # what is still owed is owed since now
             elif isinstance(message, (Profiled, GrammarPrepared)) and (told := relay.answer(message)) is not None:
                 links.frontends.send(*told)
             elif isinstance(message, Phase):
@@ -184,6 +192,9 @@ def run(core: EngineCore, links: Links, ready: EngineReady, recorder: Recorder, 
                     links.frontends.send(number, message)
         for number, lost in relay.lost() if not has_worker else ():
             links.frontends.send(number, lost)
+        while has_worker and core.holds.unasked:
+            rank0.send(relay.ask_for(core.holds.unasked.pop(0)))
+            was_asked = True
         for link in links.workers[1:]:
             for _ in link.drain():
                 pass

@@ -14,7 +14,7 @@ Source of lpm: Zheng et al. 2024 (SGLang), with a bound on overtaking added.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from engine_core.request import Request
 from ipc.config import SchedulerConfig
@@ -38,6 +38,7 @@ class WaitingQueue:
     def __init__(self, config: SchedulerConfig) -> None:
         self.key = make_key(config)
         self._heap: list[tuple[Key, Request]] = []
+        self._held: set[Request] = set()        # in the queue, but nobody's turn
         self._size = 0
         self.num_tokens = 0                     # of all that wait
 
@@ -45,11 +46,37 @@ class WaitingQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for _, request in sorted(self._heap) if not request.is_finished)
+        held = [(self.key(request), request) for request in self._held]
+        return (request for _, request in sorted(self._heap + held) if not request.is_finished)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (self.key(request), request))
+        self._enter(request)
         self._count(request, 1)
+
+    def hold(self, requests: Sequence[Request]) -> None:
+        """These, which wait, are passed over until `release`."""
+        for request in requests:
+            request.is_held = True
+        self._held.update(requests)
+        self._heap = [entry for entry in self._heap if not entry[1].is_held]
+        heapq.heapify(self._heap)
+
+    def release(self, request: Request) -> None:
+        """A held request, which may have finished, takes its place again."""
+        request.is_held = False
+        if request in self._held:
+            self._held.remove(request)
+            self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        if request.is_held:
+            self._held.add(request)
+        else:
+            heapq.heappush(self._heap, (self.key(request), request))
 
     def peek(self) -> Request | None:
         """The next request, or None."""
@@ -81,6 +108,7 @@ class WaitingQueue:
     def discard(self, request: Request) -> None:
         """A queued request that has just been finished. Amortised O(1): the heap is rebuilt when half of it is dead."""
         self._count(request, -1)
+        self._held.discard(request)
         if len(self._heap) > 64 and self._size * 2 < len(self._heap):
             self._heap = [entry for entry in self._heap if not entry[1].is_finished]
             heapq.heapify(self._heap)
@@ -107,8 +135,16 @@ class LongestPrefixQueue(WaitingQueue):
         yield from (request for request in self._window if not request.is_finished)
         yield from super().__iter__()
 
-    def push(self, request: Request) -> None:
-        super().push(request)
+    def hold(self, requests: Sequence[Request]) -> None:
+        for request in self._window:
+            heapq.heappush(self._heap, (self.key(request), request))
+        self._window, self._chosen = [], None
+        super().hold(requests)
+
+    def _enter(self, request: Request) -> None:
+        super()._enter(request)
+        if request.is_held:
+            return
         window = self._window
         if window and request.arrival < window[-1].arrival:     # returns before some of the window: put those back
             for later in [r for r in window if r.arrival > request.arrival]:

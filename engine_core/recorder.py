@@ -17,7 +17,7 @@ from engine_core.core import EngineCore
 from engine_core.snapshot import Frozen, Origin, take
 from ipc.codec import HEADER
 
-HANDLE, COMMIT, ABORT_STEP, PLAN, GONE, WORKER_LOST = range(6)
+HANDLE, COMMIT, ABORT_STEP, PLAN, GONE, WORKER_LOST, WORKER_REPLACED, GRAMMAR_PREPARED = range(8)
 
 SEGMENT_EVENTS = 8192
 SEGMENT_BYTES = 4 << 20

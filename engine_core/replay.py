@@ -43,6 +43,10 @@ def _apply(core: EngineCore, what: int, number: int, frames: list[bytes]) -> Non
         core.frontend_gone(number)
     elif what == rec.WORKER_LOST:
         core.worker_lost()
+    elif what == rec.WORKER_REPLACED:
+        core.worker_replaced()
+    elif what == rec.GRAMMAR_PREPARED:
+        core.grammar_prepared(frames[0])
     else:
         message: Any = decode(frames)[1]
         if what == rec.HANDLE:

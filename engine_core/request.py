@@ -26,7 +26,7 @@ class Request:
                  "num_published", "num_in_flight", "host_slots", "num_swapped_tokens", "num_cached_tokens",
                  "num_preemptions", "num_recomputed_tokens", "num_reused_tokens", "num_faults", "is_admitted",
                  "arrival_time", "salt", "is_shared", "is_replay", "num_prompt_logprobs", "arrival_step",
-                 "num_overtaken", "num_queued_tokens", "spec_token_ids", "__weakref__")
+                 "num_overtaken", "num_queued_tokens", "spec_token_ids", "is_held", "__weakref__")
 
     def __init__(self, message: AddRequest, arrival: int, arrival_step: int = 0, index: int = 0) -> None:
         params: SamplingParams = message.sampling_params
@@ -65,6 +65,7 @@ class Request:
         self.num_queued_tokens = 0                          # what it counts for in the waiting queue
         self.spec_token_ids: list[int] = []                 # drafts to verify in the very next step
         self.is_admitted = False                            # was scheduled at least once
+        self.is_held = False                                # waits for its grammar; others are admitted before it
 
     @property
     def num_known_tokens(self) -> int:

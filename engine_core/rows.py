@@ -28,7 +28,7 @@ class PlanRecord:
 
     __slots__ = ("step", "num_rows", "counts", "samples", "current", "inverse", "is_moved", "detached", "published",
                  "swapped_in", "swapped_out", "begin_ns", "end_ns", "sent_ns", "num_tokens", "num_prefill_tokens",
-                 "drafted")
+                 "drafted", "suspect")
 
     def __init__(self, step: int, num_rows: int, counts: np.ndarray | None, samples: np.ndarray | None,
                  num_tokens: int, num_prefill_tokens: int = 0) -> None:
@@ -46,6 +46,7 @@ class PlanRecord:
         self.swapped_in: list[tuple[Request, int]] = [] # request, tokens that do not depend on the swap
         self.swapped_out: list[Request] = []
         self.drafted: np.ndarray | None = None  # int64 per row: drafts among `counts`; None: nobody has any
+        self.suspect: Request | None = None     # of an earlier step that failed; computes alone in this one
         self.begin_ns = self.end_ns = self.sent_ns = 0
 
 

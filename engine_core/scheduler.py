@@ -32,7 +32,7 @@ class Step:
     """What one call of `schedule` decided. Requests, not rows: rows may still move until all of it is known."""
 
     __slots__ = ("extend", "chunks", "advance", "new", "swap_out", "swap_in", "copies", "preempted", "published",
-                 "swapped_in", "swapped_out", "idle", "drafts")
+                 "swapped_in", "swapped_out", "idle", "drafts", "suspect")
 
     def __init__(self) -> None:
         self.extend: list[tuple[Request, int]] = []         # blocks appended to tables
@@ -48,6 +48,7 @@ class Step:
         self.published: list[tuple[int, bytes]] = []
         self.swapped_in: list[tuple[Request, int]] = []
         self.swapped_out: list[Request] = []
+        self.suspect: Request | None = None                 # the only one that computes
 
 
 class Scheduler:
@@ -81,7 +82,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return self.rows.n > 0 or len(self.waiting) > 0
+        """Something can run, now or when a plan in flight is done."""
+        return self.rows.n > 0 or len(self.waiting) > self.waiting.num_held
 
     # ------------------------------------------------------------ requests
 
@@ -241,9 +243,10 @@ class Scheduler:
             self.settle()                                   # someone may adopt these blocks
         budget = self.config.max_num_batched_tokens
         self.suspects = [request for request in self.suspects if not request.is_finished]
-        if self.suspects:
+        step.suspect = next((request for request in self.suspects if not request.is_held), None)
+        if step.suspect is not None:
             drop_drafts(self.rows, self.rows.num_spec[:self.rows.n].nonzero()[0].tolist())
-            self._serve_suspect(step, budget)
+            self._serve_suspect(step, step.suspect, budget)
             return step
         if self.config.policy == "priority":
             make_room_for_urgent(self, step)
@@ -285,7 +288,7 @@ class Scheduler:
                 if samples[request.row]:
                     self.prefilling.discard(request)
         record = PlanRecord(number, n, counts, samples, num_tokens, sum(count for _, count in step.chunks))
-        record.drafted = drafted
+        record.drafted, record.suspect = drafted, step.suspect
         record.published, record.swapped_in, record.swapped_out = step.published, step.swapped_in, step.swapped_out
         rows.in_flight.append(record)
         stats = self.stats
@@ -413,9 +416,9 @@ class Scheduler:
                 self.publish_planned(request, planned + count, step)
         return prefill_budget
 
-    def _serve_suspect(self, step: Step, budget: int) -> None:
-        """Plan the first suspect of a failed step alone; every other row waits."""
-        rows, request = self.rows, self.suspects[0]
+    def _serve_suspect(self, step: Step, request: Request, budget: int) -> None:
+        """Plan a suspect of a failed step alone; every other row waits."""
+        rows = self.rows
         if request.row < 0:
             self._until_it_fits(step, request, lambda: rows.n < rows.seats
                                 and admit_one(self, step, request, budget) > 0)

@@ -154,6 +154,7 @@ def restore(origin: Origin, data: bytes) -> EngineCore:
             scheduler.waiting.push(request)
         for block in request.blocks:
             blocks.ref_count[block] += 1
+    core.holds.restore(request for request in core.requests.values() if request.is_held)
     scheduler.prefilling = {core.requests[i] for i in snap.prefilling}
     scheduler.suspects = [core.requests[i] for i in snap.suspects]
     rows.moves = list(snap.moves)

@@ -47,6 +47,8 @@ def waiting_reason(scheduler: Scheduler, request: Request, ahead: int) -> str:
     rows, blocks, config = scheduler.rows, scheduler.blocks, scheduler.config
     if request.num_in_flight:
         return "preempted; its newest token is still being computed"
+    if request.is_held:
+        return "the worker has just started and compiles its grammar"
     if ahead and config.policy != "lpm":
         return f"{ahead} waiting {'request ranks' if ahead == 1 else 'requests rank'} ahead of it"
     if scheduler.suspects:

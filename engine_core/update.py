@@ -61,9 +61,10 @@ def update(scheduler: Scheduler, stop: StopChecker, tokens: np.ndarray, bad_rows
         result.done += [(request, FINISH_STOP, -1) for row in ended_rows.tolist()
                         if (request := owner(scheduler, record, row)) is not None and request not in done]
     stats.num_sampled_tokens += result.tokens.size
-    if scheduler.suspects and record.num_tokens:
-        cleared = scheduler.suspects.pop(0)                 # it was alone in this step, and the step succeeded
-        cleared.num_faults = max(0, cleared.num_faults - 1)
+    if record.suspect is not None:
+        if record.num_tokens:                               # it was alone in this step, and the step succeeded
+            record.suspect.num_faults = max(0, record.suspect.num_faults - 1)
+            scheduler.suspects = [request for request in scheduler.suspects if request is not record.suspect]
     elif record.num_tokens:
         scheduler.num_batch_faults = 0
     for request, _, _ in result.done:

@@ -1,5 +1,6 @@
-"""Calls of frontends that the worker answers, passed on, and its answers on the way back: the profiler's, and grammars
-to be compiled before their requests come. Decides nothing about steps, so no recording needs them."""
+"""Calls that the worker answers, passed on, and its answers on the way back: the profiler's and grammars to be compiled
+before their requests come, which frontends ask for and no step depends on, so that no recording needs them; and
+grammars of requests that the core holds (grammar_holds.py)."""
 from __future__ import annotations
 
 import itertools
@@ -19,11 +20,12 @@ class WorkerRelay:
     def __init__(self) -> None:
         self._calls = itertools.count(1)
         self._waiting: dict[int, tuple[int, int]] = {}      # our call id -> frontend, its call id
+        self._own: dict[int, bytes] = {}                    # our call id -> the grammar the core itself asked for
 
     @property
     def is_owed(self) -> bool:
         """The worker was asked and has not answered."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._own)
 
     def ask(self, number: int, command: Command) -> Profile | PrepareGrammar:
         """For the worker."""
@@ -32,6 +34,20 @@ class WorkerRelay:
         if command.name == "prepare_grammar":
             return PrepareGrammar(call, command.grammar)
         return Profile(call, command.name == "start_profile")
+
+    def ask_for(self, grammar: bytes) -> PrepareGrammar:
+        """For the worker, which is to compile a grammar that this core waits for."""
+        call = next(self._calls)
+        self._own[call] = grammar
+        return PrepareGrammar(call, memoryview(grammar))
+
+    def prepared(self, reply: GrammarPrepared) -> bytes | None:
+        """The grammar that this core waited for; None: a frontend did, or nobody."""
+        return self._own.pop(reply.call_id, None)
+
+    def forget_own(self) -> None:
+        """A worker begins anew: what it was asked before is not its own answer."""
+        self._own.clear()
 
     def answer(self, reply: Profiled | GrammarPrepared) -> tuple[int, CommandReply] | None:
         """(frontend, reply); None: nobody waits for it any more."""
@@ -46,6 +62,7 @@ class WorkerRelay:
         """The worker has ended: what to tell everyone who waits."""
         told = [(number, CommandReply(call, _raw(None), LOST)) for number, call in self._waiting.values()]
         self._waiting.clear()
+        self._own.clear()
         return told
 
 

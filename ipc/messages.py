@@ -263,8 +263,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrepareGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Engine core -> worker: compile this beside the steps and keep it, a request with it comes. Answered by the
-    GrammarPrepared of the same call_id."""
+    """Engine core -> worker: compile this beside the steps and keep it, a request with it comes or waits. Answered by
+    the GrammarPrepared of the same call_id."""
     call_id: int
     grammar: memoryview                         # StructuredOutputs as msgpack
 

@@ -17,6 +17,7 @@ from ipc import codec
 from ipc.config import CacheConfig, SchedulerConfig
 from ipc.messages import Abort, AddRequest, Command, StepFailed, WorkerReady
 from ipc.sampling_params import SamplingParams
+from ipc.structured_outputs import StructuredOutputs
 from bench.simulation import pack
 
 VOCAB = 40
@@ -49,8 +50,10 @@ def record(seed: int, num_rounds: int = 160, segment_events: int = 60) -> tuple[
     for number in range(num_rounds):
         if rng.random() < 0.3:
             prompt = shared[:rng.randint(0, 12)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
-            give(rec.HANDLE, AddRequest(number * 4, pack(prompt), SamplingParams(max_tokens=rng.randint(1, 12), seed=1),
-                                        num_choices=rng.choice([1, 1, 3]), priority=rng.randint(0, 2)))
+            form = rng.choice([None, None, StructuredOutputs(regex="a"), StructuredOutputs(regex="b")])
+            give(rec.HANDLE, AddRequest(number * 4, pack(prompt), SamplingParams(
+                max_tokens=rng.randint(1, 12), seed=1, structured_outputs=form), num_choices=rng.choice([1, 1, 3]),
+                priority=rng.randint(0, 2), is_replay=rng.random() < 0.1))
         if rng.random() < 0.1:
             give(rec.HANDLE, Abort([rng.randrange(number + 1) * 4]))
         if rng.random() < 0.03:
@@ -60,6 +63,12 @@ def record(seed: int, num_rounds: int = 160, segment_events: int = 60) -> tuple[
             core.worker_lost()
             worker = SimWorker(blocks, size, host, VOCAB, num_speculative_tokens=num_drafts)
             flight.clear()
+            recorder.note(rec.WORKER_REPLACED, 0, ())
+            core.worker_replaced()
+        if core.holds.unasked and rng.random() < 0.2:
+            grammar = core.holds.unasked.pop(0)
+            recorder.note(rec.GRAMMAR_PREPARED, 0, [grammar])
+            core.grammar_prepared(grammar)
         while recorder.turn() and core.can_plan():
             plan = core.plan()
             if plan is None:

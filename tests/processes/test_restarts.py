@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from frontend import AsyncLLM, SamplingParams
+from ipc.structured_outputs import StructuredOutputs
 from tests.processes.tools import (HARD_TIMEOUT_S, OPTIONS, REFERENCE_FLAGS, ServerProcess, assert_nothing_left,
                                    survivors, wait_idle, wait_until)
 
@@ -54,6 +55,26 @@ def test_streams_survive_a_killed_worker_and_a_killed_core(tiny_model: str, temp
                     assert stats["num_replayed_tokens"] - stats["num_replayed_hit_tokens"] <= 3 * 16
                     assert stats["num_replayed_hit_tokens"] >= 40
             assert set(llm.pids) == set(survivors(temp))
+    asyncio.run(run())
+    assert_nothing_left(temp)
+
+
+def test_a_stream_with_a_grammar_survives_a_killed_worker_and_a_killed_core(tiny_model: str, temp: str) -> None:
+    """It waits until the new worker has compiled its grammar, and is followed from its outputs."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=NUM_TOKENS,
+                            structured_outputs=StructuredOutputs(regex="([a-z]{3}[0-9] ?)*#"))
+
+    async def run() -> None:
+        async with AsyncLLM(tiny_model, **{**OPTIONS, "attention_backend": "reference"}) as llm:
+            whole = await collect(llm, "By rule", params, asyncio.Event())
+            assert len(whole[0]) >= 40
+            for index in (1, 2):
+                event = asyncio.Event()
+                stream = asyncio.create_task(collect(llm, "By rule", params, event))
+                await asyncio.wait_for(event.wait(), HARD_TIMEOUT_S)
+                os.kill(llm.pids[index], signal.SIGKILL)
+                assert await asyncio.wait_for(stream, HARD_TIMEOUT_S) == whole
+            await wait_idle(llm)
     asyncio.run(run())
     assert_nothing_left(temp)
 
