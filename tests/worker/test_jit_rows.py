@@ -78,6 +78,7 @@ def test_the_largest_under_a_mask_is_the_first_of_the_allowed(width: int, share:
     for _ in range(20):
         x = np.round(rng.normal(0, 2, width)).astype(np.float32)
         bits = rng.integers(-(1 << 31), 1 << 31, -(-width // 32)).astype(np.int32)
+        bits[rng.random(len(bits)) < 0.9 * (share == 1.0)] = -1
         bits[rng.random(len(bits)) >= share] = 0
         bits[-1] |= np.int32(-1) << np.int32(width % 32) if width % 32 else 0
         allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[:width].astype(bool)

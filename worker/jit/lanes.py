@@ -109,6 +109,9 @@ ones_above = make(i32x16, (f32x16, f32x16), lambda b, x, limit: b.zext(b.fcmp_or
 # No bit of the 256 at an address is 1.
 is_zero_256 = make(types.boolean, (_ADDRESS,), lambda b, address: b.icmp_unsigned(
     "==", call(b, "llvm.vector.reduce.or.v4i64", I64, [read(b, address, _V4, 4)]), I64(0)))
+# Every one is.
+is_full_256 = make(types.boolean, (_ADDRESS,), lambda b, address: b.icmp_unsigned(
+    "==", call(b, "llvm.vector.reduce.and.v4i64", I64, [read(b, address, _V4, 4)]), I64(-1)))
 _has_nan = make(types.boolean, (f32x16,), lambda b, x: b.icmp_unsigned(
     "!=", b.bitcast(b.fcmp_unordered("uno", x, x), I16), I16(0)))
 _shift_exponent = make(f32x16, (f32x16, f32x16), lambda b, y, rounded: b.bitcast(b.add(b.bitcast(y, VI), b.shl(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from numba import types
 
-from worker.jit.lanes import CHUNK, copy_non_zero, lanes_of_chunk, lanes_of_words, largest_lane
+from worker.jit.lanes import CHUNK, copy_non_zero, is_full_256, lanes_of_chunk, lanes_of_words, largest_lane
 from worker.jit.vector import (add_i32, device, get_f32, get_i32, lane_numbers, load_i32, set_i32, splat_i32,
                                store_i32)
 from worker.sampling.jit_chunks import fill_tail, first_of, is_allowed
@@ -41,7 +41,11 @@ def largest_allowed(x, width, bits, tail, words):  # type: ignore[no-untyped-def
     n = list_words(bits, width // CHUNK * WORDS, words)
     best, place = _F32(_MINUS_INF), -1
     for i in range(0, n, WORDS):
-        largest = largest_lane(lanes_of_words(x, bits, words + 4 * i, words + 4 * (i + WORDS * AHEAD)))
+        first = get_i32(words, i)
+        if get_i32(words, i + WORDS - 1) == first + WORDS - 1 and is_full_256(bits + 4 * first):
+            largest = largest_lane(lanes_of_chunk(x + 128 * first))     # nothing is masked
+        else:
+            largest = largest_lane(lanes_of_words(x, bits, words + 4 * i, words + 4 * (i + WORDS * AHEAD)))
         if not largest <= best:
             best, place = largest, i
             if best != best:
