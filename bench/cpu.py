@@ -37,7 +37,7 @@ from worker.jit.model import JitModel
 from worker.jit.team import get_team, usable_cores
 from worker.kv_pool import KVPool
 from worker.linear.accuracy import compare
-from worker.linear.formats import FLOAT32, INT4, INT4_MIN, INT8
+from worker.linear.formats import FLOAT32, INT4, INT4_MIN, INT8, INT8_WIDE
 from worker.linear.kernel import KernelLinear
 from worker.linear.route import PackedLinear, describe
 from worker.linear.source import GGUFSource, ModelSource, WeightSource
@@ -148,7 +148,7 @@ def served_dtype(model: Any, asked: str = "auto") -> torch.dtype:
     kinds = {w.kind for layer in model.linears for w in layer.weights} if isinstance(model, JitModel) else {FLOAT32}
     if kinds & {INT4, INT4_MIN}:
         return torch.int8
-    return torch.bfloat16 if INT8 in kinds else torch.float32
+    return torch.bfloat16 if kinds & {INT8, INT8_WIDE} else torch.float32
 
 
 def layer_weights(model: JitModel) -> int:

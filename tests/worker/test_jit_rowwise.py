@@ -1,6 +1,8 @@
 """The operations around the matmuls, each as a program of one operation, against torch."""
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -39,30 +41,33 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 class Quantized:
     """Buffers for an operation's int8 output."""
 
-    def __init__(self, rows: int, width: int) -> None:
+    def __init__(self, rows: int, width: int, block: int = 32) -> None:
+        self.block = block
         self.q = torch.zeros((rows, width), dtype=torch.int8)
-        self.side = torch.zeros((rows, 4, width // 32))
+        self.side = torch.zeros((rows, 4, width // block))
 
     def check(self, x: torch.Tensor) -> None:
         """Exactly the reference formula applied to what the operation wrote as float32, and the right sums."""
-        q, scale = quantize_activations(x)
+        q, scale = quantize_activations(x, self.block)
         assert torch.equal(self.q.float(), q) and torch.equal(self.side[:, 0], scale)
-        sums = q.view(*scale.shape, 32).sum(-1)
+        sums = q.view(*scale.shape, self.block).sum(-1)
         assert torch.equal(self.side[:, 1].contiguous().view(torch.int32), (-128 * sums).int())
+        if self.block == 64:                    # the other columns are for blocks of 32
+            return
         assert torch.equal(self.side[:, 2].contiguous().view(torch.int32), (-8 * sums).int())
         assert torch.equal(self.side[:, 3], scale * sums)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("has_delta", [False, True])
-def test_add_norm_and_quantization(rows: int, has_delta: bool) -> None:
-    width = 96
-    residual, delta, weight = normal(rows, width), normal(rows, 128, seed=1), normal(width, seed=2)
+@pytest.mark.parametrize("width, block", [(96, 32), (576, 32), (64, 64), (576, 64), (1088, 64)])
+def test_add_norm_and_quantization(rows: int, has_delta: bool, width: int, block: int) -> None:
+    residual, delta, weight = normal(rows, width), normal(rows, 1152, seed=1), normal(width, seed=2)
     out = torch.zeros(rows, width)
-    before, quantized = residual.clone(), Quantized(rows, width)
-    run(pg.NORM, {norm.RESIDUAL: at(residual), norm.DELTA: at(delta) if has_delta else 0, norm.LD_DELTA: 4 * 128,
+    before, quantized = residual.clone(), Quantized(rows, width, block)
+    run(pg.NORM, {norm.RESIDUAL: at(residual), norm.DELTA: at(delta) if has_delta else 0, norm.LD_DELTA: 4 * 1152,
                   norm.WEIGHT: at(weight), norm.SIZE: width, norm.EPS_BITS: pg.float_bits(1e-5), norm.OUT: at(out),
-                  norm.Q: at(quantized.q), norm.SIDE: at(quantized.side), norm.LD_SIDE: side_bytes(width)}, rows)
+                  norm.Q: at(quantized.q), norm.SIDE: at(quantized.side), norm.LD_SIDE: side_bytes(width, block)}, rows)
     total = before + delta[:, :width] if has_delta else before
     assert torch.equal(residual, total)
     torch.testing.assert_close(out, F.rms_norm(total, (width,), weight, 1e-5), atol=1e-6, rtol=1e-5)
@@ -114,7 +119,7 @@ def test_head_norm_rotation_and_write(has_norm: bool, dim: int) -> None:
     assert int((keys != 0).any(2).sum()) == 5 * kv_heads     # nothing else was written
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "int4_min"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8_wide", "int4", "int4_min"])
 def test_embedding_rows_are_those_of_the_packed_weight(kind: str) -> None:
     rng = np.random.default_rng(0)
     table = rng.standard_normal((70, 64)).astype(np.float32)
@@ -125,7 +130,8 @@ def test_embedding_rows_are_those_of_the_packed_weight(kind: str) -> None:
         raw[..., :2] = rng.random((70, 2)).astype(np.float16)[..., None].view(np.uint8)
         packed = pack.pack_gguf(raw.reshape(70, -1), "Q4_0", 64)
     else:
-        packed = {"float32": pack.pack_float32, "int8": pack.quantize_int8, "int4_min": pack.quantize_int4}[kind](table)
+        packed = {"float32": pack.pack_float32, "int8": functools.partial(pack.quantize_int8, wide=False),
+                  "int8_wide": pack.quantize_int8, "int4_min": pack.quantize_int4}[kind](table)
     ids, out = torch.tensor([0, 69, 31, 32, 15, 16, 47, 0]), torch.zeros(8, 64)
     run(pg.EMBED, {embed.KIND: packed.kind, embed.W: packed.data.ctypes.data, embed.SIZE: 64, embed.OUT: at(out),
                    embed.SCALES: packed.scales.ctypes.data, embed.MINIMA: packed.minima.ctypes.data}, 8, IDS=at(ids))

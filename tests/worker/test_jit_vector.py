@@ -47,7 +47,7 @@ def test_bfloat16_is_rounded_to_nearest_even_and_keeps_nan() -> None:
 
 
 @pytest.mark.parametrize("form", features.DOT_FORMS)
-@pytest.mark.parametrize("kind", [dot.INT8, dot.INT4, dot.INT4_MIN])
+@pytest.mark.parametrize("kind", [dot.INT8, dot.INT8_WIDE, dot.INT4, dot.INT4_MIN])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_every_form_of_the_byte_product_gives_the_same_bits(form: str, kind: int, rows: int) -> None:
     """AVX2 and generic code run on any machine that has VNNI; extreme bytes would show a saturating instruction."""
@@ -56,16 +56,17 @@ def test_every_form_of_the_byte_product_gives_the_same_bits(form: str, kind: int
         pytest.skip(f"this processor has no {needs}")
     tiles = [dot.make_int_tile(kind, rows, name) for name in (form, "generic")]
     first, second = tiles
+    block = dot.WIDE_BLOCK if kind == dot.INT8_WIDE else dot.BLOCK
 
     @numba.njit
     def run(x, side, w, s, m, out, other):  # type: ignore[no-untyped-def]
-        first(x, 64, side, 32, w, s, m, 2, w, 1024, 0, out, 128)
-        second(x, 64, side, 32, w, s, m, 2, w, 1024, 0, other, 128)
+        first(x, 2 * block, side, 32, w, s, m, 2, w, 1024, 0, out, 128)
+        second(x, 2 * block, side, 32, w, s, m, 2, w, 1024, 0, other, 128)
     rng = np.random.default_rng(1)
-    x = rng.choice(np.array([-127, -1, 0, 5, 127], np.int8), (rows, 64))
+    x = rng.choice(np.array([-127, -1, 0, 5, 127], np.int8), (rows, 2 * block))
     side = rng.standard_normal((rows, 8)).astype(np.float32)
     side[:, 2:6] = 0
-    w = rng.choice(np.array([0, 1, 128, 254, 255], np.uint8), (2, 1024))
+    w = rng.choice(np.array([0, 1, 128, 254, 255], np.uint8), (2, 32 * block))
     halves = rng.standard_normal((2, 2, 32)).astype(np.float16)
     out, other = np.zeros((rows, 32), np.float32), np.zeros((rows, 32), np.float32)
     run(x.ctypes.data, side.ctypes.data, w.ctypes.data, halves[0].ctypes.data, halves[1].ctypes.data, out.ctypes.data,

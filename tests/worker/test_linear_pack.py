@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from worker.linear import formats, pack
-from worker.linear.formats import INT4, INT4_MIN, INT8
+from worker.linear.formats import INT4, INT4_MIN, INT8, INT8_WIDE
 from worker.quant.gguf_blocks import dequantize, get_format
 
 SHAPES = [(32, 32), (1, 64), (33, 96), (50, 32), (96, 576)]
@@ -49,8 +49,12 @@ def test_a_block_of_q4_0_is_computed_to_the_bit_and_padded_with_zeros() -> None:
 def test_own_int8_errs_by_at_most_half_a_step_and_int4_likewise() -> None:
     weight = random_weight(64, 256)
     steps = np.abs(weight.reshape(64, 8, 32)).max(-1) / 127
-    error = np.abs(pack.unpack(pack.quantize_int8(weight)) - weight).reshape(64, 8, 32).max(-1)
+    error = np.abs(pack.unpack(pack.quantize_int8(weight, wide=False)) - weight).reshape(64, 8, 32).max(-1)
     assert (error <= 0.57 * steps).all()        # half, and what rounding the scale to float16 adds at the ends
+    wide, turned = pack.quantize_int8(weight), pack.rotated(weight)
+    steps = np.abs(turned.reshape(64, 4, 64)).max(-1) / 127
+    error = np.abs(pack.rotated(pack.unpack(wide)) - turned).reshape(64, 4, 64).max(-1)
+    assert (error <= 0.57 * steps).all() and wide.kind == INT8_WIDE and wide.nbytes == 64 * 256 * 33 // 32
     blocks = weight.reshape(64, 8, 32)
     steps = (blocks.max(-1) - blocks.min(-1)) / 15
     error = np.abs(pack.unpack(pack.quantize_int4(weight)) - weight).reshape(64, 8, 32).max(-1)

@@ -117,9 +117,19 @@ def test_other_quantized_types_become_int8_and_close(tmp_path: Path) -> None:
     assert np.abs(dequantized(layer) - exact).max() <= np.abs(exact).max() / 127
 
 
+def test_int8_beside_a_files_blocks_of_32_is_made_in_blocks_of_32(tmp_path: Path) -> None:
+    """The layer's activations are quantized once."""
+    types = {"blk.0.attn_q": "Q4_0", "blk.0.attn_k": "Q5_1", "blk.0.attn_v": "Q5_1", "blk.0.attn_output": "Q5_1"}
+    plain, packed = sources(write_model(tmp_path / "m.gguf", types), "keep")
+    layer = packed.linear(LINEARS[3])
+    assert layer.name == "int4+int8" and packed.linear(LINEARS[2]).name == "int8_wide"
+    exact = dequantized(plain.linear(LINEARS[3]))
+    assert np.abs(dequantized(layer) - exact).max() <= np.abs(exact).max() / 127
+
+
 def test_int8_and_int4_requantize_what_is_larger_only(tmp_path: Path) -> None:
     files = write_model(tmp_path / "m.gguf", MIXED)
-    assert sources(files, "int8")[1].linear(LINEARS[3]).name == "int8"
+    assert sources(files, "int8")[1].linear(LINEARS[3]).name == "int8_wide"
     _, packed = sources(files, "int4")
     assert [packed.linear(names).name for names in LINEARS] == [
         "int8", "int8", "int4_min", "int4_min+int4", "int4_min", "int4_min"]

@@ -1,7 +1,7 @@
 """Sums of four byte products into int32 lanes, in the three forms of features.DOT_FORMS, and the tile kernels on top:
 R rows of activations times 32 outputs, for weights in every packed format.
 
-    acc[row, output] over one block of 32 k:   int8 formats, 8 byte dots, exact in int32
+    acc[row, output] over one block of 32 k:   int8 formats, 8 byte dots, exact in int32 (64 k and 16: INT8_WIDE)
     total[row, output] += acc * (weight scale * activation scale)      one float step a block, always in block order
 
 All variants (1 to 6 rows) do the same float operations in the same order for a given row and output, so which variant
@@ -21,17 +21,17 @@ from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, co
                                prefetch, read, read_bf16, spread, write)
 
 TILE = 32                                   # outputs of one tile: two vectors
-BLOCK = 32                                  # k per scale
+BLOCK, WIDE_BLOCK = 32, 64                  # k per scale
 UNROLL = 4                                  # k of one step over floats; K is a multiple of BLOCK
 # Blocks, or steps over floats, that weights are asked for before they are wanted, when a tile is read for the first
 # time: the hardware loses their streams at the ends of tiles and pages. While more rows go over it, it is the next tile
 # that is asked for (worker/jit/matmul.py).
-AHEAD = 8
-# Columns of the activations' side table, one row of [4, K / 32] per activation row (worker/jit/quantize.py):
+AHEAD, WIDE_AHEAD = 8, 4
+# Columns of the activations' side table, one row of [4, K / block] per activation row (worker/jit/quantize.py):
 # scale, -128 * sum, -8 * sum (int32 bits), scale * sum.
 SIDE_SCALE, SIDE_INT8, SIDE_INT4, SIDE_MIN, SIDE_COLUMNS = 0, 1, 2, 3, 4
 # Packed formats; the numbers are those of worker/linear/formats.py.
-F32_WEIGHTS, BF16_WEIGHTS, INT8, INT4, INT4_MIN = 0, 1, 2, 3, 4
+F32_WEIGHTS, BF16_WEIGHTS, INT8, INT4, INT4_MIN, INT8_WIDE = 0, 1, 2, 3, 4, 5
 
 
 def dot4(builder: Any, form: str, acc: Any, unsigned: Any, signed: Any) -> Any:
@@ -64,8 +64,9 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
     """tile(x, ldx, side, ld_side, w, scales, minima, num_blocks, soon, soon_step, soon_scales, out, ld_out): all intp.
 
     x int8, a row every ldx bytes; side as SIDE_*, a row every ld_side bytes; w the tile's packed weights (see
-    worker/linear/pack.py), scales and minima float16 [num_blocks, 32]; out float32, a row every ld_out bytes. Meanwhile
-    asks for the weights at soon, a block's bytes every soon_step, and for scales so many bytes behind those it reads.
+    worker/linear/pack.py), scales and minima float16 [num_blocks, 32]; out float32, a row every ld_out bytes. A block
+    is WIDE_BLOCK k of INT8_WIDE, else BLOCK. Meanwhile asks for the weights at soon, a block's bytes every soon_step,
+    and for scales so many bytes behind those it reads.
     """
     def generate(b: Any, x: Any, ldx: Any, side: Any, ld_side: Any, w: Any, scales: Any, minima: Any, num_blocks: Any,
                  soon: Any, soon_step: Any, soon_scales: Any, out: Any, ld_out: Any) -> None:
@@ -73,10 +74,11 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
         column = b.mul(num_blocks, constant(I64, 4))
         x_rows = [b.add(x, b.mul(ldx, constant(I64, m))) for m in range(rows)]
         side_rows = [b.add(side, b.mul(ld_side, constant(I64, m))) for m in range(rows)]
-        weight_bytes = TILE * BLOCK if kind == INT8 else TILE * BLOCK // 2
+        is_int8, block = kind in (INT8, INT8_WIDE), WIDE_BLOCK if kind == INT8_WIDE else BLOCK
+        weight_bytes = TILE * block if is_int8 else TILE * block // 2
         with cgutils.for_range(b, num_blocks, intp=I64) as loop:
             k = loop.index
-            at_w, at_x = b.add(w, b.mul(k, constant(I64, weight_bytes))), b.mul(k, constant(I64, BLOCK))
+            at_w, at_x = b.add(w, b.mul(k, constant(I64, weight_bytes))), b.mul(k, constant(I64, block))
             at_side = b.mul(k, constant(I64, 4))
 
             def side_value(m: int, which: int, scalar: Any) -> Any:
@@ -86,16 +88,17 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
             if kind == INT4_MIN:
                 start = [[constant(VI, 0)] * 2 for _ in range(rows)]
             else:
-                firsts = [side_value(m, SIDE_INT8 if kind == INT8 else SIDE_INT4, I32) for m in range(rows)]
+                firsts = [side_value(m, SIDE_INT8 if is_int8 else SIDE_INT4, I32) for m in range(rows)]
                 start = [[first, first] for first in firsts]
             acc = start
             half_block = b.mul(k, constant(I64, 2 * TILE))
             at_soon = b.add(soon, b.mul(k, soon_step))
-            for line in range(0, weight_bytes, 64):
-                prefetch(b, offset(b, at_soon, line), 2)
             for column_at in (scales, minima)[:1 + (kind == INT4_MIN)]:
                 prefetch(b, b.add(b.add(column_at, half_block), soon_scales))
-            for q in range(8):
+            for q in range(block // 4):
+                size = weight_bytes * 4 // block    # spread out, or they wait for each other
+                for line in range(0, size, 64):
+                    prefetch(b, offset(b, at_soon, size * q + line), 2)
                 weights = [_quad(b, kind, at_w, q, v) for v in range(2)]
                 for m in range(rows):
                     four = read(b, offset(b, b.add(x_rows[m], at_x), 4 * q), I32)
@@ -118,7 +121,7 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
 
 def _quad(b: Any, kind: int, at_w: Any, q: int, v: int) -> Any:
     """Four k of sixteen outputs as unsigned bytes. int4 keeps quads 0-3 in the low halves, 4-7 in the high ones."""
-    if kind == INT8:
+    if kind in (INT8, INT8_WIDE):
         return read(b, offset(b, at_w, 128 * q + 64 * v), VI)
     packed = read(b, offset(b, at_w, 128 * (q % 4) + 64 * v), VI)
     if q >= 4:

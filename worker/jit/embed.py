@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from numba import types
 
-from worker.jit.dot import BF16_WEIGHTS, BLOCK, F32_WEIGHTS, INT4, INT8, TILE
+from worker.jit.dot import BF16_WEIGHTS, BLOCK, F32_WEIGHTS, INT4, INT8, INT8_WIDE, TILE, WIDE_BLOCK
+from worker.jit.quantize import rotate_block
 from worker.jit.vector import bits_to_f32, device, get_f16, get_f32, get_i64, get_u8, get_u16, set_f32
 
 _f32 = types.float32
@@ -26,16 +27,19 @@ def embed_row(op, token, n):  # type: ignore[no-untyped-def]
         for k in range(size):
             set_f32(out, k, bits_to_f32(types.int32(types.uint32(get_u16(w, (tile * size + k) * TILE + lane)) << 16)))
         return
-    num_blocks = size // BLOCK
+    width = WIDE_BLOCK if kind == INT8_WIDE else BLOCK
+    num_blocks = size // width
     within = lane // 16 * 64 + lane % 16 * 4
     for block in range(num_blocks):
         at = (tile * num_blocks + block) * TILE + lane
         scale = get_f16(get_i64(op, SCALES), at)
-        if kind == INT8:
-            base = w + (tile * num_blocks + block) * (TILE * BLOCK) + within
-            for k in range(BLOCK):
+        if kind == INT8 or kind == INT8_WIDE:
+            base = w + (tile * num_blocks + block) * (TILE * width) + within
+            for k in range(width):
                 value = _f32(types.int32(get_u8(base, k // 4 * 128 + k % 4)) - 128)
-                set_f32(out, block * BLOCK + k, value * scale)
+                set_f32(out, block * width + k, value * scale)
+            if kind == INT8_WIDE:
+                rotate_block(out + block * (4 * WIDE_BLOCK))
         else:
             base = w + (tile * num_blocks + block) * (TILE * BLOCK // 2) + within
             low = _f32(0.0) if kind == INT4 else get_f16(get_i64(op, MINIMA), at)

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from numba import types
 
-from worker.jit.dot import (AHEAD, BF16_WEIGHTS, F32_WEIGHTS, INT4, INT4_MIN, INT8, TILE, UNROLL, float_tiles,
-                            int_tiles)
+from worker.jit.dot import (AHEAD, BF16_WEIGHTS, BLOCK, F32_WEIGHTS, INT4, INT4_MIN, INT8, INT8_WIDE, TILE, UNROLL,
+                            WIDE_AHEAD, WIDE_BLOCK, float_tiles, int_tiles)
 from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
 
 KIND, X, LDX, SIDE, LD_SIDE, W, SCALES, MINIMA, NUM_K, NUM_TILES, TILE_BYTES, OUT, LD_OUT, BIAS = range(8, 22)
@@ -64,7 +64,8 @@ def _float_rows(kind: int) -> Callable[..., Any]:
     return cast(Callable[..., Any], run)
 
 
-_int8_rows, _int4_rows, _int4_min_rows = (_int_rows(kind) for kind in (INT8, INT4, INT4_MIN))
+_int8_rows, _int8_wide_rows, _int4_rows, _int4_min_rows = (
+    _int_rows(kind) for kind in (INT8, INT8_WIDE, INT4, INT4_MIN))
 _f32_rows, _bf16_rows = _float_rows(F32_WEIGHTS), _float_rows(BF16_WEIGHTS)
 
 
@@ -89,7 +90,7 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
     row_units = (num_rows + rows - 1) // rows
     # Bytes that each step of a tile asks for: of the tile itself, and of the next one, which all passes but the first
     # fetch together, or all, in whole lines.
-    steps = get_i64(op, NUM_K) // (UNROLL if get_i64(op, KIND) <= BF16_WEIGHTS else 32)
+    steps = get_i64(op, NUM_K) // (UNROLL if get_i64(op, KIND) <= BF16_WEIGHTS else _block(op))
     passes = (rows + most - 1) // most
     set_i64(op, SOON_STEP, get_i64(op, TILE_BYTES) // steps)
     set_i64(op, NEXT_STEP, _whole_lines(get_i64(op, TILE_BYTES) // (max(1, passes - 1) * steps)))
@@ -100,6 +101,17 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
     set_i64(op, ROW_UNITS, row_units)
     set_i64(op, TILES_AHEAD, per_unit * num_threads if row_units == 1 else 1)
     return (tiles + per_unit - 1) // per_unit * row_units
+
+
+@device
+def _block(op):  # type: ignore[no-untyped-def]
+    """Inputs that share a scale, of integer weights."""
+    return WIDE_BLOCK if get_i64(op, KIND) == INT8_WIDE else BLOCK
+
+
+@device
+def _ahead(op):  # type: ignore[no-untyped-def]
+    return types.int64(WIDE_AHEAD if get_i64(op, KIND) == INT8_WIDE else AHEAD)
 
 
 @device
@@ -136,7 +148,7 @@ def _first_fetch(op, w, distance, is_fetched, steps):  # type: ignore[no-untyped
     each step, bytes each step of the passes after it, bytes of the next tile that are asked for)."""
     own, shared = get_i64(op, SOON_STEP), get_i64(op, SHARE_STEP)
     if not is_fetched or shared == 0:
-        return w + AHEAD * own, own, get_i64(op, NEXT_STEP), types.int64(0)
+        return w + _ahead(op) * own, own, get_i64(op, NEXT_STEP), types.int64(0)
     soon, step = _next_fetch(w, distance, types.int64(0), get_i64(op, TILE_BYTES), shared)
     return soon, step, shared, steps * step
 
@@ -153,7 +165,7 @@ def _next_fetch(w, distance, fetched, tile_bytes, step):  # type: ignore[no-unty
 def _int_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no-untyped-def]
     """The first rows that go over a tile fetch it, unless the tile before did; the others, or all, share the fetching
     of the next one, so that memory has work all the time."""
-    kind, blocks = get_i64(op, KIND), get_i64(op, NUM_K) // 32
+    kind, blocks = get_i64(op, KIND), get_i64(op, NUM_K) // _block(op)
     x, ldx, side, lds = get_i64(op, X), get_i64(op, LDX), get_i64(op, SIDE), get_i64(op, LD_SIDE)
     tile_bytes, most = get_i64(op, TILE_BYTES), get_i64(op, MOST)
     w = get_i64(op, W) + tile * tile_bytes
@@ -163,7 +175,7 @@ def _int_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no
     distance = next_tile - tile
     soon, soon_step, next_step, fetched = _first_fetch(op, w, distance, is_fetched, blocks)
     is_own = fetched == 0 and soon > w          # else the next tile's, which may be none
-    soon_scales = (AHEAD if is_own else distance * blocks) * (2 * TILE)
+    soon_scales = (_ahead(op) if is_own else distance * blocks) * (2 * TILE)
     while m < last:
         left = last - m
         xm, sm, om = x + m * ldx, side + m * lds, out + m * ldo
@@ -174,7 +186,9 @@ def _int_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no
             rows = 4
         else:
             rows = 3 if left == 3 or left >= 5 else min(left, 2)
-        if kind == INT8:
+        if kind == INT8_WIDE:
+            _int8_wide_rows(rows, xm, ldx, sm, lds, w, s, mn, blocks, soon, soon_step, soon_scales, om, ldo)
+        elif kind == INT8:
             _int8_rows(rows, xm, ldx, sm, lds, w, s, mn, blocks, soon, soon_step, soon_scales, om, ldo)
         elif kind == INT4:
             _int4_rows(rows, xm, ldx, sm, lds, w, s, mn, blocks, soon, soon_step, soon_scales, om, ldo)

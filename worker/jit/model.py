@@ -173,12 +173,13 @@ class JitModel:
         program.keep(residual, normed, qkv, attended, delta, gate_up, act, self.norms, self.last_norm)
         eps = pg.float_bits(config.rms_norm_eps)
 
-        def add_norm(weight: NDArray[np.float32], *, first: bool, quantized: bool) -> None:
+        def add_norm(weight: NDArray[np.float32], reader: PackedLinear | None, *, first: bool = False) -> None:
+            quantized = reader is not None and reader.is_integer
             program.add(pg.NORM, {
                 norm.RESIDUAL: residual.address, norm.DELTA: 0 if first else delta.address, norm.LD_DELTA: delta.ld,
                 norm.WEIGHT: weight.ctypes.data, norm.SIZE: hidden_size, norm.EPS_BITS: eps, norm.OUT: normed.address,
                 norm.Q: normed.activations.q if quantized else 0, norm.SIDE: normed.activations.side,
-                norm.LD_SIDE: side_bytes(hidden_size)})
+                norm.LD_SIDE: 0 if reader is None else side_bytes(hidden_size, reader.block)})
 
         table = self.embedding.weights[0]
         program.add(pg.EMBED, {embed.KIND: table.kind, embed.W: table.data.ctypes.data, embed.SIZE: hidden_size,
@@ -186,7 +187,7 @@ class JitModel:
                                embed.OUT: residual.address})
         self._pool_rows: list[int] = []
         for index, (parts, (first_norm, second_norm, head_norm)) in enumerate(zip(self.layers, self.norms)):
-            add_norm(first_norm, first=index == 0, quantized=parts["qkv"].is_integer)
+            add_norm(first_norm, parts["qkv"], first=index == 0)
             add_linear(program, parts["qkv"], normed.activations, qkv.address, qkv.ld)
             self._pool_rows.append(program.num_ops)
             program.add(pg.ROPE, {
@@ -199,16 +200,17 @@ class JitModel:
             program.add(pg.MERGE, {
                 attend.OUT: attended.address, attend.LD_OUT: attended.ld,
                 attend.OUT_Q: attended.activations.q if quantized else 0, attend.SIDE: attended.activations.side,
-                attend.LD_SIDE: side_bytes(heads * dim)})
+                attend.LD_SIDE: side_bytes(heads * dim, parts["o"].block)})
             add_linear(program, parts["o"], attended.activations, delta.address, delta.ld)
-            add_norm(second_norm, first=False, quantized=parts["gate_up"].is_integer)
+            add_norm(second_norm, parts["gate_up"])
             add_linear(program, parts["gate_up"], normed.activations, gate_up.address, gate_up.ld)
             program.add(pg.SILU, {
                 silu.GATE_UP: gate_up.address, silu.LD_GATE_UP: gate_up.ld, silu.SIZE: config.intermediate_size,
                 silu.OUT: act.address, silu.Q: act.activations.q if parts["down"].is_integer else 0,
-                silu.SIDE: act.activations.side, silu.LD_SIDE: side_bytes(config.intermediate_size)})
+                silu.SIDE: act.activations.side,
+                silu.LD_SIDE: side_bytes(config.intermediate_size, parts["down"].block)})
             add_linear(program, parts["down"], act.activations, delta.address, delta.ld)
-        add_norm(self.last_norm, first=False, quantized=False)
+        add_norm(self.last_norm, None)
         self._caches = None
 
     def _grow_head(self, capacity: int) -> None:
@@ -221,7 +223,8 @@ class JitModel:
         program.keep(buffer)
         if self.head.is_integer:
             program.add(pg.QUANTIZE, {pg.LDX: 4 * hidden_size, pg.SIZE: hidden_size, pg.Q: buffer.activations.q,
-                                      pg.SIDE: buffer.activations.side, pg.LD_SIDE: side_bytes(hidden_size)})
+                                      pg.SIDE: buffer.activations.side,
+                                      pg.LD_SIDE: side_bytes(hidden_size, self.head.block)})
         add_linear(program, self.head, buffer.activations, self._logits.data_ptr(), 4 * self.head.padded_out)
 
     def _use_pools(self, kv_caches: Sequence[Any]) -> None:

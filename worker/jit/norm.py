@@ -36,4 +36,5 @@ def norm_row(op, n, eps):  # type: ignore[no-untyped-def]
     for i in range(0, size * 4, 64):
         store_f32(out + i, mul(mul(load_f32(residual + i), factor), load_f32(weight + i)))
     if get_i64(op, Q) != 0:
-        quantize_row(out, size, get_i64(op, Q) + n * size, get_i64(op, SIDE) + n * get_i64(op, LD_SIDE))
+        ld_side = get_i64(op, LD_SIDE)
+        quantize_row(out, size, get_i64(op, Q) + n * size, get_i64(op, SIDE) + n * ld_side, ld_side)

@@ -75,7 +75,8 @@ def run_unit(op, step, unit, thread):  # type: ignore[no-untyped-def]
 @device
 def _quantize(op, n, x, ldx, size, q, side, ld_side):  # type: ignore[no-untyped-def]
     if get_i64(op, q) != 0:
-        quantize_row(x + n * ldx, size, get_i64(op, q) + n * size, get_i64(op, side) + n * get_i64(op, ld_side))
+        stride = get_i64(op, ld_side)
+        quantize_row(x + n * ldx, size, get_i64(op, q) + n * size, get_i64(op, side) + n * stride, stride)
 
 
 @device

@@ -1,98 +1,164 @@
-"""Activations as int8 in blocks of 32 along K, one scale a block: what the integer tiles of dot.py multiply.
+"""Activations as int8 in blocks along K, one scale a block: what the integer tiles of dot.py multiply.
 
     q = round(x / scale), scale = max|x| / 127       the error of Q8_0 files, here on activations
 
-Beside the scale, the side table keeps the sums that undo the unsigned storage of weights (dot.py, SIDE_*). A block that
-holds a NaN or an infinity gets the scale NaN, so that the row's logits show it.
+Blocks are of 32; or of 64 and rotated (worker/linear/formats.py): sums and differences of sixteen numbers, a quarter of
+which the scale then stands for. Beside the scale, the side table keeps the sums that undo the unsigned storage of
+weights (dot.py, SIDE_*). A block that holds a NaN or an infinity gets the scale NaN, so that the row's logits show it.
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 
-from worker.jit.dot import BLOCK, SIDE_INT4, SIDE_INT8, SIDE_MIN, SIDE_SCALE
-from worker.jit.vector import (I1, I8, I64, LANES, VF, VI, add_i32, bits_to_f32, call, constant, device, load_f32,
-                               magnitude, make, max_lanes_i32, maximum_i32, mul, nearest, offset, read, set_f32,
-                               set_i32, splat, store_bytes, sum_lanes_i32, to_i32, transposed_tree, write)
+from worker.jit.dot import BLOCK, SIDE_COLUMNS, SIDE_INT4, SIDE_INT8, SIDE_MIN, SIDE_SCALE, WIDE_BLOCK
+from worker.jit.vector import (F32, I1, I8, I32, LANES, VF, VI, call, constant, device, fma, make, offset, read, spread,
+                               transposed_tree, write)
 
-_f32, _i32 = types.float32, types.int32
 _INFINITY_BITS = 0x7F800000
 _SMALLEST = 1e-36                           # below, a reciprocal overflows; such a block is zero for all that follows
-GROUP = LANES                               # blocks at once: one lane each for what there is one of per block
+_ROTATED = 0.25                             # what a number is worth that `rotate` made
+_PIECE = 2 * LANES                          # inputs that give one lane of a group
+_PIECES = LANES
+
+
+def rotate(b: Any, vectors: Sequence[Any]) -> list[Any]:
+    """The four vectors of a block of 64, times formats.ROTATION and times 4: sums and differences across the vectors,
+    then across the quarters of each."""
+    v0, v1, v2, v3 = vectors
+    plus, minus = (b.fadd(v0, v1), b.fadd(v2, v3)), (b.fsub(v0, v1), b.fsub(v2, v3))
+    result = [b.fadd(*plus), b.fadd(*minus), b.fsub(*plus), b.fsub(*minus)]
+    for distance in (4, 8):
+        order = ir.Constant(VI, [lane ^ distance for lane in range(LANES)])
+        signs = ir.Constant(VF, [-1.0 if lane & distance else 1.0 for lane in range(LANES)])
+        result = [fma(b, v, signs, b.shuffle_vector(v, v, order)) for v in result]
+    return result
+
+
+def _emit_rotate(b: Any, address: Any) -> None:
+    for at, vector in enumerate(rotate(b, [read(b, offset(b, address, 64 * i), VF, 4) for i in range(4)])):
+        write(b, offset(b, address, 64 * at), b.fmul(vector, constant(VF, _ROTATED)), 4)
+
+
+# 64 float32 at an address times formats.ROTATION, in place.
+rotate_block = make(types.void, (types.intp,), _emit_rotate)
 
 
 @device
-def quantize_row(x, num_k, q, side):  # type: ignore[no-untyped-def]
-    """x float32 [num_k] -> q int8 [num_k], side [4, num_k / 32]; addresses."""
-    num_blocks, block = num_k // BLOCK, types.int64(0)
-    while block + GROUP <= num_blocks:
-        if not _quantize_group(x + block * (4 * BLOCK), q + block * BLOCK, side + block * 4, num_blocks * 4):
-            for b in range(block, block + GROUP):
-                _quantize_block(x, q, side, b, num_blocks)
-        block += GROUP
+def quantize_row(x, num_k, q, side, ld_side):  # type: ignore[no-untyped-def]
+    """x float32 [num_k] -> q int8 [num_k], side [4, blocks]; addresses. ld_side, bytes of a row of the side table, says
+    how many blocks there are, and so which kind."""
+    num_blocks, block = ld_side // (4 * SIDE_COLUMNS), types.int64(0)
+    column = 4 * num_blocks
+    if num_k == num_blocks * WIDE_BLOCK:
+        while block + _PIECES // 2 <= num_blocks:
+            if not _quantize_wide_group(x + block * (4 * WIDE_BLOCK), q + block * WIDE_BLOCK, side + block * 4, column):
+                for b in range(block, block + _PIECES // 2):
+                    _quantize_wide_block(x + b * (4 * WIDE_BLOCK), q + b * WIDE_BLOCK, side + b * 4, column)
+            block += _PIECES // 2
+        for b in range(block, num_blocks):
+            _quantize_wide_block(x + b * (4 * WIDE_BLOCK), q + b * WIDE_BLOCK, side + b * 4, column)
+        return
+    while block + _PIECES <= num_blocks:
+        if not _quantize_group(x + block * (4 * BLOCK), q + block * BLOCK, side + block * 4, column):
+            for b in range(block, block + _PIECES):
+                _quantize_block(x + b * (4 * BLOCK), q + b * BLOCK, side + b * 4, column)
+        block += _PIECES
     for b in range(block, num_blocks):
-        _quantize_block(x, q, side, b, num_blocks)
+        _quantize_block(x + b * (4 * BLOCK), q + b * BLOCK, side + b * 4, column)
 
 
-@device
-def _quantize_block(x, q, side, block, num_blocks):  # type: ignore[no-untyped-def]
-    at = x + block * (4 * BLOCK)
-    v0, v1 = load_f32(at), load_f32(at + 64)
-    bits = max_lanes_i32(maximum_i32(magnitude(v0), magnitude(v1)))
-    scale, inverse, total = _f32(0.0), _f32(0.0), _i32(0)
-    if bits >= _INFINITY_BITS:
-        scale = _f32(float("nan"))
-    elif bits > 0:
-        largest = bits_to_f32(bits)
-        scale = largest / _f32(127.0)
-        if largest > _f32(_SMALLEST):
-            inverse = _f32(127.0) / largest
-    factor = splat(inverse)
-    if bits >= _INFINITY_BITS:
-        zero = to_i32(splat(_f32(0.0)))
-        q0, q1 = zero, zero
-    else:
-        q0, q1 = to_i32(nearest(mul(v0, factor))), to_i32(nearest(mul(v1, factor)))
-    store_bytes(q + block * BLOCK, q0)
-    store_bytes(q + block * BLOCK + 16, q1)
-    total = sum_lanes_i32(add_i32(q0, q1))
-    set_f32(side, SIDE_SCALE * num_blocks + block, scale)
-    set_i32(side, SIDE_INT8 * num_blocks + block, _i32(-128) * total)
-    set_i32(side, SIDE_INT4 * num_blocks + block, _i32(-8) * total)
-    set_f32(side, SIDE_MIN * num_blocks + block, scale * _f32(total))
+def _read_block(b: Any, x: Any, block: int) -> list[Any]:
+    vectors = [read(b, offset(b, x, 64 * i), VF, 4) for i in range(block // LANES)]
+    return rotate(b, vectors) if block == WIDE_BLOCK else vectors
 
 
-def _emit_group(b: Any, x: Any, q: Any, side: Any, ld_side: Any) -> Any:
-    """The same for GROUP blocks; false, with nothing of use written, when one of them holds a NaN or an infinity."""
-    def vectors(block: int) -> list[Any]:
-        return [read(b, offset(b, x, 4 * (BLOCK * block + LANES * half)), VF, 4) for half in range(2)]
-
-    def largest_of(x: Any, y: Any) -> Any:
-        return b.select(b.icmp_signed(">", x, y), x, y)
-
+def _largest(b: Any, vectors: Sequence[Any]) -> Any:
+    """Magnitudes as integers, which order like the floats and put infinity and NaN on top."""
     mask = constant(VI, 0x7FFFFFFF)
-    tops = [largest_of(*(b.and_(b.bitcast(v, VI), mask) for v in vectors(block))) for block in range(GROUP)]
-    bits = transposed_tree(b, tops, largest_of)
-    finite = b.icmp_signed("<", bits, constant(VI, _INFINITY_BITS))
-    largest = b.bitcast(bits, VF)
-    scale = b.fdiv(largest, constant(VF, 127.0))
-    inverse = b.select(b.fcmp_ordered(">", largest, constant(VF, _SMALLEST)), b.fdiv(constant(VF, 127.0), largest),
-                       constant(VF, 0.0))
-    inverse = b.select(finite, inverse, constant(VF, 0.0))
-    sums = []
-    for block in range(GROUP):
-        factor = b.shuffle_vector(inverse, inverse, constant(VI, block))
-        codes = [b.fptosi(call(b, "llvm.rint.v16f32", VF, [b.fmul(v, factor)]), VI) for v in vectors(block)]
-        for half, code in enumerate(codes):
-            write(b, offset(b, q, BLOCK * block + LANES * half), b.trunc(code, ir.VectorType(I8, LANES)))
-        sums.append(b.add(*codes))
-    total = transposed_tree(b, sums, b.add)
-    for row, value in ((SIDE_SCALE, scale), (SIDE_INT8, b.mul(total, constant(VI, -128))),
-                       (SIDE_INT4, b.mul(total, constant(VI, -8))), (SIDE_MIN, b.fmul(scale, b.sitofp(total, VF)))):
-        write(b, b.add(side, b.mul(ld_side, constant(I64, row))), value, 4)
-    return call(b, "llvm.vector.reduce.and.v16i1", I1, [finite])
+    best, *others = (b.and_(b.bitcast(v, VI), mask) for v in vectors)
+    for other in others:
+        best = _larger(b, best, other)
+    return best
 
 
-_quantize_group = make(types.boolean, (types.intp,) * 4, _emit_group)
+def _larger(b: Any, x: Any, y: Any) -> Any:
+    return b.select(b.icmp_signed(">", x, y), x, y)
+
+
+def _steps(b: Any, bits: Any, kind: Any) -> tuple[Any, Any, Any]:
+    """From the bits of max|x|: (whether they are finite, scale, its reciprocal); kind: a float or a vector of them."""
+    finite = b.icmp_signed("<", bits, constant(bits.type, _INFINITY_BITS))
+    largest = b.bitcast(bits, kind)
+    inverse = b.select(b.fcmp_ordered(">", largest, constant(kind, _SMALLEST)),
+                       b.fdiv(constant(kind, 127.0), largest), constant(kind, 0.0))
+    return finite, b.fdiv(largest, constant(kind, 127.0)), b.select(finite, inverse, constant(kind, 0.0))
+
+
+def _code(b: Any, vector: Any, factor: Any) -> Any:
+    return b.fptosi(call(b, "llvm.rint.v16f32", VF, [b.fmul(vector, factor)]), VI)
+
+
+def _side_values(b: Any, block: int, scale: Any, total: Any) -> list[tuple[int, Any]]:
+    """Columns of the side table that weights of such blocks ask for."""
+    kind, sums = scale.type, total.type
+    if block == WIDE_BLOCK:
+        return [(SIDE_SCALE, b.fmul(scale, constant(kind, _ROTATED))), (SIDE_INT8, b.mul(total, constant(sums, -128)))]
+    return [(SIDE_SCALE, scale), (SIDE_INT8, b.mul(total, constant(sums, -128))),
+            (SIDE_INT4, b.mul(total, constant(sums, -8))), (SIDE_MIN, b.fmul(scale, b.sitofp(total, kind)))]
+
+
+def _block_of(block: int) -> Callable[..., None]:
+    """quantize(x, q, side, column): one block; column: bytes of a column of the side table."""
+    def generate(b: Any, x: Any, q: Any, side: Any, column: Any) -> None:
+        vectors = _read_block(b, x, block)
+        bits = call(b, "llvm.vector.reduce.smax.v16i32", I32, [_largest(b, vectors)])
+        finite, scale, inverse = _steps(b, bits, F32)
+        scale = b.select(finite, scale, constant(F32, float("nan")))
+        factor, total = spread(b, inverse, VF), constant(VI, 0)
+        for at, vector in enumerate(vectors):
+            code = b.select(finite, _code(b, vector, factor), constant(VI, 0))
+            write(b, offset(b, q, LANES * at), b.trunc(code, ir.VectorType(I8, LANES)))
+            total = b.add(total, code)
+        total = call(b, "llvm.vector.reduce.add.v16i32", I32, [total])
+        for row, value in _side_values(b, block, scale, total):
+            write(b, b.add(side, b.mul(column, constant(column.type, row))), value, 4)
+    return make(types.void, (types.intp,) * 4, generate)
+
+
+def _group_of(block: int) -> Callable[..., bool]:
+    """The same for so many blocks as sixteen pieces of 32 inputs are; false, with nothing of use written, when one of
+    them holds a NaN or an infinity."""
+    per_block = block // _PIECE
+    neighbours = ir.Constant(VI, [lane ^ 1 for lane in range(LANES)])
+
+    def joined(b: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """One lane a piece -> the same of its block, in each lane."""
+        return value if per_block == 1 else combine(value, b.shuffle_vector(value, value, neighbours))
+
+    def generate(b: Any, x: Any, q: Any, side: Any, column: Any) -> Any:
+        blocks = [_read_block(b, offset(b, x, 4 * block * i), block) for i in range(_PIECES // per_block)]
+        pieces = [vectors[i:i + 2] for vectors in blocks for i in range(0, len(vectors), 2)]
+        bits = joined(b, transposed_tree(b, [_largest(b, piece) for piece in pieces], lambda u, v: _larger(b, u, v)),
+                      lambda u, v: _larger(b, u, v))
+        finite, scale, inverse = _steps(b, bits, VF)
+        sums = []
+        for at, piece in enumerate(pieces):
+            factor = b.shuffle_vector(inverse, inverse, constant(VI, at))
+            codes = [_code(b, vector, factor) for vector in piece]
+            for half, code in enumerate(codes):
+                write(b, offset(b, q, _PIECE * at + LANES * half), b.trunc(code, ir.VectorType(I8, LANES)))
+            sums.append(b.add(*codes))
+        total = joined(b, transposed_tree(b, sums, b.add), b.add)
+        firsts = ir.Constant(ir.VectorType(I32, LANES // per_block), list(range(0, LANES, per_block)))
+        for row, value in _side_values(b, block, scale, total):
+            write(b, b.add(side, b.mul(column, constant(column.type, row))), b.shuffle_vector(value, value, firsts), 4)
+        return call(b, "llvm.vector.reduce.and.v16i1", I1, [finite])
+    return make(types.boolean, (types.intp,) * 4, generate)
+
+
+_quantize_block, _quantize_wide_block = (_block_of(block) for block in (BLOCK, WIDE_BLOCK))
+_quantize_group, _quantize_wide_group = (_group_of(block) for block in (BLOCK, WIDE_BLOCK))

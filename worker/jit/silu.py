@@ -23,4 +23,5 @@ def silu_row(op, n):  # type: ignore[no-untyped-def]
         value = div(x, add(one, exp(sub(zero, x))))
         store_f32(out + i, mul(value, load_f32(gate + size * 4 + i)))
     if get_i64(op, Q) != 0:
-        quantize_row(out, size, get_i64(op, Q) + n * size, get_i64(op, SIDE) + n * get_i64(op, LD_SIDE))
+        ld_side = get_i64(op, LD_SIDE)
+        quantize_row(out, size, get_i64(op, Q) + n * size, get_i64(op, SIDE) + n * ld_side, ld_side)

@@ -29,9 +29,9 @@ class Activations(NamedTuple):
     side: int
 
 
-def side_bytes(num_k: int) -> int:
-    """Bytes of a row of the side table."""
-    return 4 * 4 * (num_k // BLOCK)
+def side_bytes(num_k: int, block: int = BLOCK) -> int:
+    """Bytes of a row of the side table. The kernels know the kind of blocks by it."""
+    return 4 * 4 * (num_k // block)
 
 
 def add_linear(program: pg.Program, layer: Any, source: Activations, out: int, ld_out: int) -> None:
@@ -42,7 +42,8 @@ def add_linear(program: pg.Program, layer: Any, source: Activations, out: int, l
         integer = weight.is_integer
         program.add(pg.MATMUL, {
             mm.KIND: weight.kind, mm.X: source.q if integer else source.x,
-            mm.LDX: layer.num_k if integer else source.ldx, mm.SIDE: source.side, mm.LD_SIDE: side_bytes(layer.num_k),
+            mm.LDX: layer.num_k if integer else source.ldx, mm.SIDE: source.side,
+            mm.LD_SIDE: side_bytes(layer.num_k, layer.block),
             mm.W: weight.data.ctypes.data, mm.SCALES: weight.scales.ctypes.data, mm.MINIMA: weight.minima.ctypes.data,
             mm.NUM_K: layer.num_k, mm.NUM_TILES: weight.num_tiles, mm.TILE_BYTES: weight.tile_bytes,
             mm.OUT: out + 4 * start, mm.LD_OUT: ld_out,
@@ -77,11 +78,12 @@ class KernelLinear:
     def _grow(self, rows: int) -> None:
         self._capacity = rows
         self._q = aligned_empty((rows, self.num_k), np.int8)
-        self._side = aligned_empty((rows, side_bytes(self.num_k) // 4), np.float32)
+        stride = side_bytes(self.num_k, self._layer.block)
+        self._side = aligned_empty((rows, stride // 4), np.float32)
         self._program = pg.Program()
         if self._is_integer:
             self._program.add(pg.QUANTIZE, {pg.LDX: 4 * self.num_k, pg.SIZE: self.num_k, pg.Q: self._q.ctypes.data,
-                                            pg.SIDE: self._side.ctypes.data, pg.LD_SIDE: side_bytes(self.num_k)})
+                                            pg.SIDE: self._side.ctypes.data, pg.LD_SIDE: stride})
         source = Activations(0, 4 * self.num_k, self._q.ctypes.data, self._side.ctypes.data)
         add_linear(self._program, self._layer, source, 0, 4 * self.padded_out)
         self._outs = self._program.table[:, mm.OUT].copy()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.jit import features
-from worker.linear.formats import BLOCK, KIND_NAMES, PackedWeight
+from worker.linear.formats import BLOCK, KIND_NAMES, WIDE_BLOCK, PackedWeight
 from worker.linear.pack import unpack
 
 
@@ -25,7 +25,11 @@ class PackedLinear:
         widths = {weight.num_k for weight in weights}
         if len(widths) != 1:
             raise ValueError(f"weights of {sorted(widths)} inputs cannot share a linear layer")
-        self.weights = list(weights)
+        blocks = {weight.block for weight in weights if weight.is_integer} or {BLOCK}
+        if len(blocks) != 1:
+            raise ValueError(f"weights with scales over {sorted(blocks)} inputs cannot share a linear layer: their "
+                             "activations are quantized once")
+        self.weights, self.block = list(weights), blocks.pop()
         self.num_k = self.weights[0].num_k
         self.num_out = sum(weight.num_out for weight in self.weights)
         # Each weight writes whole tiles; what sticks out is overwritten by the next one, so they run in order.
@@ -53,14 +57,27 @@ class PackedLinear:
         return KernelLinear.of(self)(x)
 
 
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(q [M, K] float32 holding integers -127 .. 127, scale [M, K / 32]): blocks and rounding of the kernel."""
-    blocks = x.view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
+def quantize_activations(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """(q [M, K] float32 holding integers -127 .. 127, scale [M, K / block]): blocks and rounding of the kernel. Blocks
+    of 64 are rotated: q * scale is x times formats.ROTATION."""
+    blocks = x.view(x.shape[0], x.shape[1] // block, block)
+    if block == WIDE_BLOCK:
+        blocks = _rotated(blocks)
     largest = blocks.abs().amax(-1)
     steps = torch.tensor(127.0)              # a tensor: `127.0 / x` would be a reciprocal and a product, rounded twice
     inverse = torch.where(largest > 1e-36, steps / largest, torch.zeros_like(largest))
     q = torch.round(blocks * inverse[..., None])
-    return q.view_as(x), torch.where(torch.isfinite(largest), largest / steps, torch.nan)
+    scale = torch.where(torch.isfinite(largest), largest / steps, torch.nan)
+    return q.view_as(x), scale * 0.25 if block == WIDE_BLOCK else scale
+
+
+def _rotated(blocks: Tensor) -> Tensor:
+    """[..., 64] times 4 ROTATION, in the kernel's order of sums: pairs 16, 32, 4 and 8 apart."""
+    for distance in (16, 32, 4, 8):
+        pairs = blocks.unflatten(-1, (-1, 2, distance))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        blocks = torch.stack((first + second, first - second), -2).flatten(-3)
+    return blocks
 
 
 def torch_linear(layer: PackedLinear, x: Tensor) -> Tensor:
@@ -70,8 +87,9 @@ def torch_linear(layer: PackedLinear, x: Tensor) -> Tensor:
     for weight in layer.weights:
         rows = x
         if weight.is_integer:
-            q, scale = quantize_activations(x)
-            rows = (q.view(*scale.shape, BLOCK) * scale[..., None]).view_as(x)
+            q, scale = quantize_activations(x, layer.block)
+            blocks = q.view(*scale.shape, layer.block) * scale[..., None]
+            rows = (_rotated(blocks) * 0.25 if layer.block == WIDE_BLOCK else blocks).view_as(x)
         parts.append(rows @ torch.from_numpy(unpack(weight)).T)
     out = torch.cat(parts, 1)
     return out if layer.bias is None else out + torch.from_numpy(layer.bias[:layer.num_out])

@@ -4,9 +4,11 @@
 small float32 tensor. Mode says what the weights become:
 
     none   float32, or bfloat16 where they are bfloat16 already: exact
-    int8   blocks of 32, int8 (a Q8_0 tensor of a file stays as it is)
+    int8   blocks of 64, rotated, int8 (a Q8_0 tensor of a file stays as it is)
     int4   blocks of 32, 4 bits (Q4_0 and Q4_1 tensors stay as they are); the output head int8
     keep   what the file holds: Q4_0, Q4_1 and Q8_0 blocks unchanged, other quantized types as int8, floats as floats
+
+Tensors of one layer share their quantized activations: beside a file's blocks of 32, int8 is made in blocks of 32 too.
 """
 from __future__ import annotations
 
@@ -50,10 +52,10 @@ class WeightSource(Protocol):
         """A one-dimensional tensor."""
 
 
-def pack_floats(weight: NDArray[np.float32], mode: str, name: str) -> PackedWeight:
+def pack_floats(weight: NDArray[np.float32], mode: str, name: str, *, wide: bool = True) -> PackedWeight:
     """A float32 weight in this mode."""
     if mode == "int8" or (mode == "int4" and name in _FINE_NAMES):
-        return quantize_int8(weight)
+        return quantize_int8(weight, wide=wide)
     return quantize_int4(weight) if mode == "int4" else pack_float32(weight)
 
 
@@ -132,18 +134,19 @@ class GGUFSource:
         biases = [self.vector(_bias(name)) for name in names if gguf_name(_bias(name)) in self._tensors]
         bias = np.concatenate(biases) if biases else None
         weights: list[PackedWeight] = []
+        wide = not any(tensor.ggml_type in _AS_STORED[self.mode] for tensor in tensors)
         at = 0
         while at < len(tensors):                # neighbours of one type become one weight
             end = at + 1
             while end < len(tensors) and tensors[end].ggml_type == tensors[at].ggml_type:
                 end += 1
-            weights.append(self._pack(tensors[at:end], names[at]))
+            weights.append(self._pack(tensors[at:end], names[at], wide))
             at = end
         for tensor in tensors:
             self._forget(tensor)
         return PackedLinear(weights, bias)
 
-    def _pack(self, tensors: Sequence[GGUFTensor], name: str) -> PackedWeight:
+    def _pack(self, tensors: Sequence[GGUFTensor], name: str, wide: bool) -> PackedWeight:
         kind, num_k = tensors[0].ggml_type, tensors[0].shape[1]
         if kind in _AS_STORED[self.mode] and num_k % BLOCK == 0:
             return pack_gguf(np.concatenate([self._rows(tensor) for tensor in tensors]), kind, num_k)
@@ -151,7 +154,7 @@ class GGUFSource:
         if kind == "BF16" and mode == "none":
             rows = np.concatenate([self._rows(tensor) for tensor in tensors])
             return pack_bfloat16(rows.view("<u2").reshape(-1, num_k))
-        return pack_floats(np.concatenate([self._floats(tensor) for tensor in tensors]), mode, name)
+        return pack_floats(np.concatenate([self._floats(tensor) for tensor in tensors]), mode, name, wide=wide)
 
     def _forget(self, tensor: GGUFTensor) -> None:
         """Its pages of the mapping no longer count as this process's memory; read again, they come back."""

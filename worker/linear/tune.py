@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ipc.option_help import OptionParser
 from worker.jit import features
 from worker.linear import table
-from worker.linear.formats import BFLOAT16, FLOAT32, INT4, INT4_MIN, INT8, KIND_NAMES, PackedWeight
+from worker.linear.formats import BFLOAT16, FLOAT32, INT4, INT4_MIN, INT8_WIDE, KIND_NAMES, PackedWeight
 from worker.linear.pack import (pack_bfloat16, pack_float32, pack_gguf, quantize_int4, quantize_int8,
                                 unpack)
 
@@ -43,7 +43,7 @@ def make_weight(kind: int, num_out: int, num_k: int) -> PackedWeight:
         raw = rng.integers(0, 256, (num_out, num_k // 32, 18), dtype=np.uint8)
         raw[..., :2] = np.full(1, 0.01, np.float16).view(np.uint8)
         return pack_gguf(raw.reshape(num_out, -1), "Q4_0", num_k)
-    return quantize_int8(weight) if kind == INT8 else quantize_int4(weight)
+    return quantize_int4(weight) if kind == INT4_MIN else quantize_int8(weight, wide=kind == INT8_WIDE)
 
 
 def best_ms(runs: Mapping[int, Callable[[], object]], repeats: int) -> dict[int, float]:
@@ -87,7 +87,7 @@ def measure(num_out: int, num_k: int, threads: int, repeats: int) -> tuple[dict[
     for rows in (1, *CLASS_ROWS):
         x = torch.randn(rows, num_k)
         figures.setdefault("torch float32", {})[rows] = best_ms({0: functools.partial(F.linear, x, dense)}, repeats)[0]
-    for kind in (FLOAT32, BFLOAT16, INT8, INT4, INT4_MIN):
+    for kind in range(len(KIND_NAMES)):
         layer = PackedLinear([make_weight(kind, num_out, num_k)])
         kernel = KernelLinear(layer, get_team(threads))
 
