@@ -146,9 +146,9 @@ def served_dtype(model: Any, asked: str = "auto") -> torch.dtype:
     if isinstance(model, JitModel) and asked != "auto":
         return DTYPES[asked]
     kinds = {w.kind for layer in model.linears for w in layer.weights} if isinstance(model, JitModel) else {FLOAT32}
-    if kinds & {INT4, INT4_MIN}:
+    if kinds & {INT4, INT4_MIN, INT8_WIDE}:
         return torch.int8
-    return torch.bfloat16 if kinds & {INT8, INT8_WIDE} else torch.float32
+    return torch.bfloat16 if INT8 in kinds else torch.float32
 
 
 def layer_weights(model: JitModel) -> int:

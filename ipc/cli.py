@@ -93,7 +93,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("--gpu-memory-utilization", "cache.gpu_memory_utilization", float, "CUDA: share of the device to use"),
         Option("--cpu-memory-share", "cache.cpu_memory_share", float, "CPU: share of free memory for the pool"),
         Option("--kv-cache-dtype", "cache.kv_cache_dtype", str, "of keys and values; int8 and fp8 (e4m3) hold twice "
-               "the tokens of bfloat16; auto: as computed, or on a CPU int8 with 4-bit weights and bfloat16 with int8",
+               "the tokens of bfloat16; auto: as computed, or on a CPU int8 with int8 and 4-bit weights "
+               "(bfloat16 with those of a Q8_0 file)",
                KV_CACHE_DTYPES),
         Option("--enable-prefix-caching", "cache.enable_prefix_caching", bool, "share blocks of equal prefixes"),
         Option("--enable-partial-reuse", "cache.enable_partial_reuse", bool, "reuse part of a cached block, by copy"),

@@ -41,8 +41,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kv_cache_memory: int | None = None          # bytes of the pool
     gpu_memory_utilization: float = 0.9         # CUDA: share of the device that weights, activations and pool may use
     cpu_memory_share: float = 0.25              # CPU: share of free memory given to the pool when no size is named
-    kv_cache_dtype: str = "auto"                # auto: as computed, on a CPU int8 with 4-bit weights and bfloat16 with
-                                                # other quantized ones; fp8 is e4m3
+    kv_cache_dtype: str = "auto"                # auto: as computed, on a CPU int8 with int8 and 4-bit weights and
+                                                # bfloat16 with blocks of a Q8_0 file; fp8 is e4m3
     enable_prefix_caching: bool = True
     enable_partial_reuse: bool = True           # reuse the cached part of a block that matches only in part, by copy
     swap_space: int = 0                         # bytes of host memory for swapped-out blocks; 0: no swapping

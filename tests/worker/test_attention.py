@@ -166,7 +166,8 @@ def test_quantised_pools_give_the_attention_of_what_their_codes_stand_for(
     q = torch.randn((sum(query_lens), 6, 8), generator=torch.Generator().manual_seed(1))
     out = backend.forward(q, cache, meta, window=window)
     expected = plain_attention(q, meta, keys, values, 8**-0.5, window)
-    torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
+    rounds = name == "jit" and dtype == torch.int8      # queries and weights, to sixteen bits
+    torch.testing.assert_close(out.double(), expected, atol=1e-4 if rounds else 3e-6, rtol=1e-5)
 
 
 def test_the_fused_path_of_the_cpu_backend_applies_scales(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ pytest.importorskip("numba")
 from tests.worker.test_attention import poison  # noqa: E402
 from worker.attention.base import BatchMeta  # noqa: E402
 from worker.attention.jit import JitBackend  # noqa: E402
+from worker.attention.jit_layout import tokens_first  # noqa: E402
 from worker.attention.reference import ReferenceBackend  # noqa: E402
 
 
@@ -85,7 +86,9 @@ def test_quantised_pools_of_any_shape_equal_the_references(size: int, heads: int
     query_lens = [1, 3, 40, 1, 130]
     q = torch.randn((sum(query_lens), heads, dim), generator=torch.Generator().manual_seed(1))
     out, expected = contexts.both(q, query_lens, lengths, window=window)
-    torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
+    # int8 is multiplied in integers: queries and weights are rounded to sixteen bits.
+    torch.testing.assert_close(out, expected, atol=1.5e-4 if dtype == torch.int8 else 5e-6, rtol=1e-5)
+    assert float((out - expected).norm() / expected.norm()) < (5e-5 if dtype == torch.int8 else 2e-6)
 
 
 @CODES
@@ -99,13 +102,12 @@ def test_codes_and_scales_are_the_references_bit_for_bit(size: int, dim: int, dt
     meta = make_meta([300], [300], contexts.table, size)
     contexts.jit.write(contexts.caches[0], k, -k, meta)
     contexts.reference.write(contexts.caches[1], k, -k, meta)
-    (keys, values, *scales), theirs = contexts.caches
     block, offset = meta.slot_mapping // size, meta.slot_mapping % size
-    tokens_first = [keys.view(torch.uint8).permute(0, 3, 1, 2), values.view(torch.uint8).permute(0, 2, 1, 3)[..., :dim],
-                    *(s.permute(0, 2, 1) for s in scales)]
-    for ours, other in zip(tokens_first, theirs):
-        other = other.view(torch.uint8) if other.element_size() == 1 else other
-        assert torch.equal(ours[block, offset], other[block, offset])
+    for ours, other in zip(tokens_first(contexts.caches[0], size, dim), contexts.caches[1], strict=True):
+        ours, other = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (ours, other))
+        rows = ours[block, offset]
+        rows = rows.flatten(-2)[..., :dim] if ours.dim() == 5 else rows
+        assert torch.equal(rows, other[block, offset])
 
 
 @CODES

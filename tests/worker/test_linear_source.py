@@ -161,7 +161,8 @@ def test_what_a_worker_runs_is_chosen_with_its_reason(tmp_path: Path, monkeypatc
     choice, _ = build.choose(make_process(files, quantization="none"), "cpu")
     assert choice is not None and (choice.mode, choice.kv_dtype) == ("none", torch.float32)
     for ggml_type, quantization, kv in (("Q4_1", "auto", torch.int8), ("Q8_0", "auto", torch.bfloat16),
-                                        ("Q8_0", "int4", torch.int8), ("Q4_0", "int8", torch.bfloat16)):
+                                        ("Q8_0", "int4", torch.int8), ("Q8_0", "int8", torch.bfloat16),
+                                        ("Q4_0", "int8", torch.int8)):
         stored = msgspec.structs.replace(files, config=msgspec.structs.replace(files.config, ggml_type=ggml_type))
         choice, _ = build.choose(make_process(stored, quantization=quantization), "cpu")
         assert choice is not None and choice.kv_dtype == kv

@@ -5,7 +5,8 @@ with one KV head or with all of them (attend_plan.py). The G query heads of a KV
 
     scores [rows, 64] = q [rows, D] x K^T, 64 keys at a time: four groups of 16 keys, one vector each, because the pool
                         stores a block's keys transposed; no sums across lanes
-                        (of int8 and e4m3 pools: codes; the scores then take the scales, kv_codes.py)
+                        (of int8 and e4m3 pools: codes; the scores then take the scales, kv_codes.py; int8 codes are
+                        multiplied as such, four dimensions together, attend_codes.py)
     online softmax    over 64 keys (attend_softmax.py); after each SPLIT keys the running state of the split is merged
                         into the row's total
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 from numba import types
 
 from worker.jit import step as st
+from worker.jit.attend_codes import code_scores_rows, code_values_rows, quantize_query, weigh_codes
 from worker.jit.attend_plan import (BEGIN, COUNT, DONE, END, FIRST, MAX_ROWS, PADDING, PARTIAL, POSITION, REQUEST,
                                     SPLIT, SPLIT_QUERIES, TASK_FIELDS, TOKEN_FIELDS, pool_order)
 from worker.jit.attend_softmax import CHUNK, HEADER, LOG2_E, clear, finish, merge, rescale, take_scores, weigh
@@ -55,7 +57,9 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
     padded, padded_dim = (size + 15) // 16 * 16, (dim + 15) // 16 * 16
     rows, ld = count * group, (HEADER + padded_dim) * 4
     item = 4 if kind == st.POOL_F32 else 2 if kind == st.POOL_BF16 else 1
-    has_scales = kind != st.POOL_F32 and kind != st.POOL_BF16
+    has_scales, is_int8 = kind != st.POOL_F32 and kind != st.POOL_BF16, kind == st.POOL_INT8
+    # Bytes of a key in a block, and between neighbours there.
+    key_bytes, key_item = ((dim + 3) // 4 * 4, 4) if is_int8 else (dim * item, item)
 
     scratch = get_i64(step, st.SCRATCH) + thread * get_i64(step, st.SCRATCH_BYTES)
     most = (max(MAX_ROWS, group * SPLIT_QUERIES) + 15) // 16 * 16
@@ -75,7 +79,11 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
             set_i64(limits, 2 * m + 1, high)
             for h in range(num_heads):
                 source = get_i64(op, Q) + (first + t) * get_i64(op, LD_Q) + ((first_head + h) * group + g) * dim * 4
-                _copy(source, q_tile + (h * rows + m) * padded_dim * 4, dim)
+                target = q_tile + (h * rows + m) * padded_dim * 4
+                if is_int8:
+                    quantize_query(source, dim, padded_dim, target)
+                else:
+                    _copy(source, target, dim)
     tile_low, tile_high = get_i64(limits, 0), get_i64(limits, 2 * rows - 1)
 
     table = get_i64(step, st.TABLE) + request * get_i64(step, st.TABLE_STRIDE) * 4
@@ -90,7 +98,7 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
     # Walks the groups of 16 keys, one chunk ahead: which block of the table, and where in it.
     index, within = first_key // padded, first_key % padded
     index, within = _locate(ahead, first_key, tile_high, index, within, table, op, first_head, kv_heads, size, padded,
-                            dim * item, padded_dim * item, item)
+                            key_bytes, padded_dim * item, key_item)
     one, factor = splat(_f32(1.0)), splat(_f32(scale * LOG2_E))
     ones, fresh = (one, one, one, one), True
     for chunk in range(first_key, last_key + 1, CHUNK):
@@ -100,29 +108,36 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
         for i in range(4 * GROUP_FIELDS):
             set_i64(here, i, get_i64(ahead, i))
         index, within = _locate(ahead, chunk + CHUNK, tile_high, index, within, table, op, first_head, kv_heads, size,
-                                padded, dim * item, padded_dim * item, item)
+                                padded, key_bytes, padded_dim * item, key_item)
         counts = (get_i64(here, GROUP_COUNT), get_i64(here, GROUP_FIELDS + GROUP_COUNT),
                   get_i64(here, 2 * GROUP_FIELDS + GROUP_COUNT), get_i64(here, 3 * GROUP_FIELDS + GROUP_COUNT))
         for h in range(num_heads):
             at, mine = h * rows, groups + h * (4 * 8 * GROUP_FIELDS)
-            _point(mine, here, ahead, h, dim * padded * item, padded * padded_dim * item, padded * 2)
+            _point(mine, here, ahead, h, key_bytes * padded, padded * padded_dim * item, padded * 2)
             if has_scales:
                 for g in range(4):
                     prefetch_line(get_i64(ahead, g * GROUP_FIELDS + GROUP_K_SCALES) + h * padded * 2)
                     prefetch_line(get_i64(ahead, g * GROUP_FIELDS + GROUP_V_SCALES) + h * padded * 2)
-            scores_rows(kind, rows, q_tile + at * padded_dim * 4, padded_dim * 4, dim, mine, padded * item,
-                        scores + at * (CHUNK * 4))
+            queries, mine_scores = q_tile + at * padded_dim * 4, scores + at * (CHUNK * 4)
+            if is_int8:
+                code_scores_rows(rows, queries, padded_dim, dim, mine, padded * key_item, mine_scores)
+            else:
+                scores_rows(kind, rows, queries, padded_dim * 4, dim, mine, padded * item, mine_scores)
             factors = times(_scales(kind, mine + 8 * GROUP_K_SCALES) if has_scales else ones, factor)
-            take_scores(rows, scores + at * (CHUNK * 4), part + at * ld, ld, limits, chunk, counts, factors,
+            take_scores(rows, mine_scores, part + at * ld, ld, limits, chunk, counts, factors,
                         bases + at * 4, keeps + at * 4)
         rescale(num_heads * rows, keeps)
         for h in range(num_heads):
             at, mine = h * rows, groups + h * (4 * 8 * GROUP_FIELDS)
             factors = _scales(kind, mine + 8 * GROUP_V_SCALES) if has_scales else ones
-            weigh(rows, scores + at * (CHUNK * 4), part + at * ld, ld, factors, bases + at * 4, keeps + at * 4)
+            mine_scores, state = scores + at * (CHUNK * 4), part + at * ld
+            if is_int8:
+                weigh_codes(rows, mine_scores, state, ld, factors, bases + at * 4, keeps + at * 4)
+                code_values_rows(rows, mine_scores, mine, padded_dim, state + HEADER * 4, ld)
+                continue
+            weigh(rows, mine_scores, state, ld, factors, bases + at * 4, keeps + at * 4)
             # Values before the lowest window are not read: they may hold anything.
-            values_rows(kind, rows, scores + at * (CHUNK * 4), mine, max(0, tile_low - chunk), padded_dim,
-                        part + at * ld + HEADER * 4, ld)
+            values_rows(kind, rows, mine_scores, mine, max(0, tile_low - chunk), padded_dim, state + HEADER * 4, ld)
         if (chunk + CHUNK) % SPLIT == 0 or chunk + CHUNK > last_key:
             for h in range(num_heads):
                 for m in range(rows):

@@ -97,16 +97,27 @@ def weigh(rows, scores, states, ld, factors, bases, keeps):  # type: ignore[no-u
     """scores [rows, 64] -> weights times factors, those of their values; updates sums, rescales weighted values."""
     w0, w1, w2, w3 = factors
     for m in range(rows):
-        at, state, base = scores + m * (CHUNK * 4), states + m * ld, splat(get_f32(bases, m))
-        s0, s1 = exp2_below_0(sub(load_f32(at), base)), exp2_below_0(sub(load_f32(at + 64), base))
-        s2, s3 = exp2_below_0(sub(load_f32(at + 128), base)), exp2_below_0(sub(load_f32(at + 192), base))
+        at, state = scores + m * (CHUNK * 4), states + m * ld
+        s0, s1, s2, s3 = raw_weights(at, splat(get_f32(bases, m)))
         store_f32(at, mul(s0, w0))
         store_f32(at + 64, mul(s1, w1))
         store_f32(at + 128, mul(s2, w2))
         store_f32(at + 192, mul(s3, w3))
-        keep = get_f32(keeps, m)
-        set_f32(state, 1, get_f32(state, 1) * keep + sum_lanes(add(add(s0, s1), add(s2, s3))))
-        if keep != _f32(1.0):
-            factor = splat(keep)
-            for i in range(HEADER * 4, ld, 64):
-                store_f32(state + i, mul(load_f32(state + i), factor))
+        keep_weights(state, ld, get_f32(keeps, m), s0, s1, s2, s3)
+
+
+@device
+def raw_weights(at, base):  # type: ignore[no-untyped-def]
+    """2**(score - base) of 64 scores."""
+    return (exp2_below_0(sub(load_f32(at), base)), exp2_below_0(sub(load_f32(at + 64), base)),
+            exp2_below_0(sub(load_f32(at + 128), base)), exp2_below_0(sub(load_f32(at + 192), base)))
+
+
+@device
+def keep_weights(state, ld, keep, s0, s1, s2, s3):  # type: ignore[no-untyped-def]
+    """Take 64 weights into a state's sum; what it had before is worth `keep` now."""
+    set_f32(state, 1, get_f32(state, 1) * keep + sum_lanes(add(add(s0, s1), add(s2, s3))))
+    if keep != _f32(1.0):
+        factor = splat(keep)
+        for i in range(HEADER * 4, ld, 64):
+            store_f32(state + i, mul(load_f32(state + i), factor))

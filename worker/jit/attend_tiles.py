@@ -1,8 +1,8 @@
 """The two products of attention over the pool's layout: queries times transposed keys, weights times values.
 
-Each for 1, 2, 3 or 6 rows at once, and for pools of float32, bfloat16, int8 and e4m3 (whose scales are applied outside,
-kv_codes.py); one chain of multiply-adds per result, so the number of rows changes no bit. Knows addresses, not requests
-(attend.py).
+Each for 1, 2, 3 or 6 rows at once, and for pools of float32, bfloat16 and e4m3 (whose scales are applied outside,
+kv_codes.py; for int8 see attend_codes.py); one chain of multiply-adds per result, so the number of rows changes no bit.
+Knows addresses, not requests (attend.py).
 """
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from numba.core import cgutils
 from worker.jit import step as st
 from worker.jit.attend_softmax import CHUNK
 from worker.jit.vector import (F32, I64, LANES, VF, constant, device, fma, make, offset, prefetch, read, read_bf16,
-                               read_e4m3, read_int8, spread, write)
+                               read_e4m3, spread, write)
 
 # Fields of a group: addresses of its keys and values and, where there are any, of their scales; how many keys exist;
 # keys and values that are wanted next.
 GROUP_K, GROUP_V, GROUP_K_SCALES, GROUP_V_SCALES, GROUP_COUNT, GROUP_NEXT_K, GROUP_NEXT_V, GROUP_FIELDS = range(8)
-ITEM_BYTES = {st.POOL_F32: 4, st.POOL_BF16: 2, st.POOL_INT8: 1, st.POOL_FP8: 1}
+ITEM_BYTES = {st.POOL_F32: 4, st.POOL_BF16: 2, st.POOL_FP8: 1}
 FEW_ROWS = 3                                # up to so many rows a kernel fetches ahead
 
 
 def _read_pool(b: Any, kind: int, address: Any) -> Any:
     if kind == st.POOL_F32:
         return read(b, address, VF, 4)
-    return {st.POOL_BF16: read_bf16, st.POOL_INT8: read_int8, st.POOL_FP8: read_e4m3}[kind](b, address)
+    return read_bf16(b, address) if kind == st.POOL_BF16 else read_e4m3(b, address)
 
 
 def make_scores(kind: int, rows: int) -> Any:
@@ -156,8 +156,8 @@ def _values_of(kind: int) -> Function:
     return cast(Function, run)
 
 
-_scores_f32, _scores_bf16, _scores_int8, _scores_fp8 = (_scores_of(kind) for kind in ITEM_BYTES)
-_values_f32, _values_bf16, _values_int8, _values_fp8 = (_values_of(kind) for kind in ITEM_BYTES)
+_scores_f32, _scores_bf16, _scores_fp8 = (_scores_of(kind) for kind in ITEM_BYTES)
+_values_f32, _values_bf16, _values_fp8 = (_values_of(kind) for kind in ITEM_BYTES)
 
 
 @device
@@ -166,8 +166,6 @@ def scores_rows(kind, rows, q, ld_q, dim, groups, ld_k, out):  # type: ignore[no
         _scores_f32(rows, q, ld_q, dim, groups, ld_k, out)
     elif kind == st.POOL_BF16:
         _scores_bf16(rows, q, ld_q, dim, groups, ld_k, out)
-    elif kind == st.POOL_INT8:
-        _scores_int8(rows, q, ld_q, dim, groups, ld_k, out)
     else:
         _scores_fp8(rows, q, ld_q, dim, groups, ld_k, out)
 
@@ -179,7 +177,5 @@ def values_rows(kind, rows, p, groups, first, dim, acc, ld_acc):  # type: ignore
         _values_f32(rows, p, groups, first, dim, acc, ld_acc)
     elif kind == st.POOL_BF16:
         _values_bf16(rows, p, groups, first, dim, acc, ld_acc)
-    elif kind == st.POOL_INT8:
-        _values_int8(rows, p, groups, first, dim, acc, ld_acc)
     else:
         _values_fp8(rows, p, groups, first, dim, acc, ld_acc)

@@ -63,9 +63,10 @@ def choose(config: WorkerProcess, device: str) -> tuple[Choice | None, str]:
         weights = "bfloat16" if section.files.config.dtype == "bfloat16" and section.files.kind != "gguf" else "float32"
     wide = mode == "none" and section.dtype != "bfloat16"
     kv = config.cache.kv_cache_dtype
-    if kv == "auto":                         # 4-bit weights leave room for it: divergence stays within 0.005
-        is_4_bit = mode == "int4" or (mode == "keep" and section.files.config.ggml_type in ("Q4_0", "Q4_1"))
-        kv = "float32" if wide else "int8" if is_4_bit else "bfloat16"
+    if kv == "auto":                         # int8 where weights leave room for it: divergence stays within 0.005
+        ggml_type = section.files.config.ggml_type
+        leaves_room = mode == "int4" or (mode == "int8" and ggml_type != "Q8_0") or ggml_type in ("Q4_0", "Q4_1")
+        kv = "float32" if wide else "int8" if leaves_room else "bfloat16"
     if KV_DTYPES[kv] not in POOL_DTYPES:
         raise ConfigError(f"--kv-cache-dtype {kv}: the compiled CPU kernels keep keys and values as float32, bfloat16, "
                           "int8 or fp8; use bfloat16, or --attention-backend cpu")

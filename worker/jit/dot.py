@@ -17,8 +17,8 @@ from numba import types
 from numba.core import cgutils
 
 from worker.jit import features
-from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, constant, fma, make, offset,
-                               prefetch, read, read_bf16, spread, write)
+from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, constant, fma, keep_order, make,
+                               offset, prefetch, read, read_bf16, spread, write)
 
 TILE = 32                                   # outputs of one tile: two vectors
 BLOCK, WIDE_BLOCK = 32, 64                  # k per scale
@@ -96,7 +96,8 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
             for column_at in (scales, minima)[:1 + (kind == INT4_MIN)]:
                 prefetch(b, b.add(b.add(column_at, half_block), soon_scales))
             for q in range(block // 4):
-                size = weight_bytes * 4 // block    # spread out, or they wait for each other
+                size = weight_bytes * 4 // block
+                keep_order(b)                   # spread out, or they wait for each other
                 for line in range(0, size, 64):
                     prefetch(b, offset(b, at_soon, size * q + line), 2)
                 weights = [_quad(b, kind, at_w, q, v) for v in range(2)]

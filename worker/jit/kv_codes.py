@@ -1,8 +1,8 @@
 """Keys and values as int8 or e4m3 codes with a bfloat16 scale per token and head: the writing half, and the scales.
 
 Codes and scales are those of worker/kv_quant.py, bit for bit. Reading is part of the attention kernel: its products run
-over the codes as floats, then the scores take the scales of their keys and the weights those of their values, one
-multiplication for sixteen keys. e4m3 is read through half precision, which holds its values times 2^-8 exactly; that
+over the codes, then the scores take the scales of their keys and the weights those of their values, one multiplication
+for sixteen keys. e4m3 is read through half precision, which holds its values times 2^-8 exactly; that
 factor is taken back with the scale.
 """
 from __future__ import annotations
@@ -12,7 +12,8 @@ from numba import types
 from worker.jit import step as st
 from worker.jit.vector import (add, bits_to_f32, device, div, e4m3_codes, f32_to_bits, floor, get_f32, lane_i32,
                                load_bf16, load_f32, magnitude, max_lanes_i32, maximum, maximum_i32, minimum, mul,
-                               scatter_bytes, set_u8, set_u16, splat, splat_i32, store_bytes, to_i32, with_lane)
+                               scatter_bytes, scatter_quads, set_u8, set_u16, splat, splat_i32, store_bytes, to_i32,
+                               with_lane)
 
 _f32, _i32 = types.float32, types.int32
 _INFINITY_BITS = 0x7F800000
@@ -30,10 +31,10 @@ def to_bf16(value):  # type: ignore[no-untyped-def]
 
 @device
 def write_codes(x, dim, codes, stride, scale_at, kind):  # type: ignore[no-untyped-def]
-    """x: dim floats -> their codes, `stride` bytes apart, and their scale, at these addresses. With stride 1 whole
-    vectors are written: the row must be as wide."""
+    """x: dim floats -> their codes and their scale, at these addresses. stride: bytes between codes, or between fours
+    of them where they are int8; with 1 they are side by side and whole vectors are written: the row must be as wide."""
     largest = _f32(127.0) if kind == st.POOL_INT8 else _f32(448.0)
-    bits = _largest_bits(x, dim)
+    bits = largest_bits(x, dim)
     if bits >= _INFINITY_BITS:
         set_u16(scale_at, 0, types.uint16(0x7FC0))
         return
@@ -41,23 +42,28 @@ def write_codes(x, dim, codes, stride, scale_at, kind):  # type: ignore[no-untyp
     set_u16(scale_at, 0, half)
     scale, low, high = splat(bits_to_f32(_i32(types.int64(half) << 16))), splat(-largest), splat(largest)
     for i in range(0, dim, 16):
-        value = minimum(maximum(div(_load(x + 4 * i, dim - i), scale), low), high)
+        value = minimum(maximum(div(load_some(x + 4 * i, dim - i), scale), low), high)
         if kind == st.POOL_INT8:
             packed = to_i32(floor(add(value, splat(_f32(0.5)))))
         else:
             packed = e4m3_codes(value)
-        at = codes + i * stride
         if stride == 1:
-            store_bytes(at, packed)
+            store_bytes(codes + i, packed)
+        elif kind == st.POOL_INT8:
+            if dim - i >= 16:
+                scatter_quads(codes + i // 4 * stride, stride, packed)
+            else:
+                for j in range(i, dim):
+                    set_u8(codes, j // 4 * stride + j % 4, types.uint8(lane_i32(packed, j - i)))
         elif dim - i >= 16:
-            scatter_bytes(at, stride, packed)
+            scatter_bytes(codes + i * stride, stride, packed)
         else:
-            for j in range(dim - i):
-                set_u8(at, j * stride, types.uint8(lane_i32(packed, j)))
+            for j in range(i, dim):
+                set_u8(codes, j * stride, types.uint8(lane_i32(packed, j - i)))
 
 
 @device
-def _load(x, count):  # type: ignore[no-untyped-def]
+def load_some(x, count):  # type: ignore[no-untyped-def]
     """Sixteen floats, zeros behind the first `count`."""
     if count >= 16:
         return load_f32(x)
@@ -68,11 +74,11 @@ def _load(x, count):  # type: ignore[no-untyped-def]
 
 
 @device
-def _largest_bits(x, dim):  # type: ignore[no-untyped-def]
+def largest_bits(x, dim):  # type: ignore[no-untyped-def]
     """The largest magnitude as an integer, which puts infinity and NaN on top."""
     top = splat_i32(_i32(0))
     for i in range(0, dim, 16):
-        top = maximum_i32(top, magnitude(_load(x + 4 * i, dim - i)))
+        top = maximum_i32(top, magnitude(load_some(x + 4 * i, dim - i)))
     return max_lanes_i32(top)
 
 

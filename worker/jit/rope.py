@@ -1,7 +1,7 @@
 """Head norm, rotation and the write into the KV pool, in one pass over a row of the fused projection.
 
-The pool's layout is the attention kernel's own (attend.py): keys [B, Hkv, D, S'], values [B, Hkv, S', D'], where S' and
-D' are S and D rounded up to 16. A row's queries stay where they are, rotated in place.
+The pool's layout is the attention kernel's own (worker/attention/jit_layout.py). A row's queries stay where they are,
+rotated in place.
 """
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ def rope_row(op, step, n, eps):  # type: ignore[no-untyped-def]
         write_token(get_i64(op, K_POOL), get_i64(op, V_POOL), k, v, block, offset, padded, kv_heads, dim, kind)
         return
     padded_dim = (dim + 15) // 16 * 16
+    together = 4 if kind == st.POOL_INT8 else 1
+    key_dim = (dim + together - 1) // together * together
     for h in range(kv_heads):
         head = block * kv_heads + h
         scale_at = (head * padded + offset) * 2
-        write_codes(k + h * dim * 4, dim, get_i64(op, K_POOL) + head * dim * padded + offset, padded,
-                    get_i64(op, K_SCALES) + scale_at, kind)
+        write_codes(k + h * dim * 4, dim, get_i64(op, K_POOL) + head * key_dim * padded + offset * together,
+                    padded * together, get_i64(op, K_SCALES) + scale_at, kind)
         write_codes(v + h * dim * 4, dim, get_i64(op, V_POOL) + (head * padded + offset) * padded_dim, 1,
                     get_i64(op, V_SCALES) + scale_at, kind)
 

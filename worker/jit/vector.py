@@ -115,6 +115,11 @@ def prefetch(builder: Any, address: Any, near: int = 3) -> None:
     builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(near), I32(1)])
 
 
+def keep_order(builder: Any) -> None:
+    """What touches memory stays on its side of this point; costs nothing by itself."""
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+
+
 def constant(kind: Any, value: Any) -> Any:
     return ir.Constant(kind, [value] * kind.count) if isinstance(kind, ir.VectorType) else ir.Constant(kind, value)
 
@@ -206,6 +211,8 @@ div = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.fdiv(x, y))
 muladd = make(f32x16, (f32x16, f32x16, f32x16), fma)
 maximum = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 minimum = make(f32x16, (f32x16, f32x16), lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
+select_above_0 = make(f32x16, (f32x16, f32x16), lambda b, x, value: b.select(
+    b.fcmp_ordered(">", x, constant(VF, 0.0)), value, constant(VF, 0.0)))
 zero_unless_above = make(f32x16, (f32x16, f32x16, f32x16), lambda b, value, x, low: b.select(
     b.fcmp_ordered(">", x, low), value, constant(VF, 0.0)))
 # Magnitudes as integers, which order like the floats and put infinity and NaN on top.
@@ -214,7 +221,9 @@ nearest = make(f32x16, (f32x16,), lambda b, x: call(b, "llvm.rint.v16f32", VF, [
 floor = make(f32x16, (f32x16,), lambda b, x: call(b, "llvm.floor.v16f32", VF, [x]))
 to_i32 = make(i32x16, (f32x16,), lambda b, x: b.fptosi(x, VI))
 add_i32 = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.add(x, y))
+sub_i32 = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.sub(x, y))
 shift_left = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.shl(x, y))
+shift_right = make(i32x16, (i32x16, i32x16), lambda b, x, y: b.ashr(x, y))    # the sign stays
 as_f32 = make(f32x16, (i32x16,), lambda b, x: b.bitcast(x, VF))
 # value where low <= lane <= high, other elsewhere
 keep_between = make(f32x16, (f32x16, i32x16, i32x16, i32x16, f32x16), lambda b, value, lane, low, high, other: b.select(
@@ -277,6 +286,17 @@ def _emit_scattered_bytes(builder: Any, address: Any, stride: Any, value: Any) -
 
 
 scatter_bytes = make(types.void, (_ADDRESS, _ADDRESS, i32x16), _emit_scattered_bytes)
+
+
+def _emit_scattered_quads(builder: Any, address: Any, stride: Any, value: Any) -> None:
+    """The low bytes of the lanes, four side by side, those four `stride` bytes apart."""
+    quads = builder.bitcast(builder.trunc(value, ir.VectorType(I8, LANES)), ir.VectorType(I32, 4))
+    for at in range(4):
+        write(builder, builder.add(address, builder.mul(stride, constant(I64, at))),
+              builder.extract_element(quads, ir.Constant(I32, at)))
+
+
+scatter_quads = make(types.void, (_ADDRESS, _ADDRESS, i32x16), _emit_scattered_quads)
 
 
 def _emit_e4m3(builder: Any, value: Any) -> Any:
