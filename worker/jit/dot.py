@@ -95,16 +95,16 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
             at_soon = b.add(soon, b.mul(k, soon_step))
             for column_at in (scales, minima)[:1 + (kind == INT4_MIN)]:
                 prefetch(b, b.add(b.add(column_at, half_block), soon_scales))
-            for q in range(block // 4):
-                size = weight_bytes * 4 // block
-                keep_order(b)                   # spread out, or they wait for each other
-                for line in range(0, size, 64):
-                    prefetch(b, offset(b, at_soon, size * q + line), 2)
-                weights = [_quad(b, kind, at_w, q, v) for v in range(2)]
-                for m in range(rows):
-                    four = read(b, offset(b, b.add(x_rows[m], at_x), 4 * q), I32)
-                    signed = spread(b, four, VI)
-                    acc[m] = [dot4(b, form, acc[m][v], weights[v], signed) for v in range(2)]
+            for number in range(weight_bytes // 128):
+                keep_order(b)                   # fetches are spread out, or they wait for each other
+                for line in (0, 64):
+                    prefetch(b, offset(b, at_soon, 128 * number + line), 2)
+                for q in (number,) if is_int8 else (number, number + 4):    # of the same bytes
+                    weights = [_quad(b, kind, at_w, q, v) for v in range(2)]
+                    for m in range(rows):
+                        four = read(b, offset(b, b.add(x_rows[m], at_x), 4 * q), I32)
+                        signed = spread(b, four, VI)
+                        acc[m] = [dot4(b, form, acc[m][v], weights[v], signed) for v in range(2)]
             factors = [_halves(b, offset(b, b.add(scales, half_block), 2 * LANES * v)) for v in range(2)]
             lows = [_halves(b, offset(b, b.add(minima, half_block), 2 * LANES * v)) for v in range(2)] \
                 if kind == INT4_MIN else []
