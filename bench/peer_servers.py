@@ -123,11 +123,10 @@ def all_peers() -> list[Peer]:
     """In the order in which they run."""
     demo, shape = _vllm_env(1), _vllm_env(4)    # float32 keys and values of KV_TOKENS tokens, in whole GiB
     eager, dummy = "--enforce-eager", ("--load-format", "dummy")
-    int8, int8_kv = ("--quantization", "int8"), ("--kv-cache-dtype", "int8")
+    int8 = ("--quantization", "int8")
     return [
         Peer("threefold", "threefold", "4-bit, the file's", True, _threefold(DEMO)),
         Peer("threefold-int8", "threefold", "int8", True, _threefold(DEMO, *int8)),
-        Peer("threefold-int8-kv8", "threefold", "int8, keys and values too", True, _threefold(DEMO, *int8, *int8_kv)),
         Peer("threefold-f32", "threefold", "float32", True, _threefold(DEMO, "--quantization", "none")),
         Peer("llama-q4_1", "llama.cpp", "Q4_1, the file's", True, _llama("as shipped")),
         Peer("llama-q4_0", "llama.cpp", "Q4_0, lossy here", False, _llama("Q4_0")),
@@ -141,8 +140,6 @@ def all_peers() -> list[Peer]:
         Peer("transformers-bf16", "transformers", "bfloat16", True, _transformers("bfloat16"), kind="library"),
         Peer("threefold-shape", "threefold", "bfloat16", True, _threefold(SHAPE, *dummy), model=SHAPE),
         Peer("threefold-shape-int8", "threefold", "int8", True, _threefold(SHAPE, *dummy, *int8), model=SHAPE),
-        Peer("threefold-shape-int8-kv8", "threefold", "int8, keys and values too", True,
-             _threefold(SHAPE, *dummy, *int8, *int8_kv), model=SHAPE),
         Peer("threefold-shape-f32", "threefold", "float32", True, _threefold(SHAPE, *dummy, "--dtype", "float32"),
              model=SHAPE),
         Peer("vllm-shape-f32", "vllm", "float32, eager", True, _vllm(SHAPE, "float32", eager, *dummy), shape,
