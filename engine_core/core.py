@@ -367,6 +367,7 @@ class EngineCore:
     def worker_replaced(self) -> None:
         """The new worker is ready. Requests with a grammar, which it does not know, wait until it has compiled it:
         `holds.unasked` says what it is to be asked for, `grammar_prepared` when it answers."""
+        self.holds.release_all(self.scheduler.waiting)      # whoever was asked before may never answer
         self.holds.hold(list(self.scheduler.waiting), self.scheduler.waiting)
 
     def grammar_prepared(self, grammar: bytes) -> None:

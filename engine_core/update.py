@@ -65,7 +65,7 @@ def update(scheduler: Scheduler, stop: StopChecker, tokens: np.ndarray, bad_rows
         if record.num_tokens:                               # it was alone in this step, and the step succeeded
             record.suspect.num_faults = max(0, record.suspect.num_faults - 1)
             scheduler.suspects = [request for request in scheduler.suspects if request is not record.suspect]
-    elif record.num_tokens:
+    elif record.num_tokens and not scheduler.suspects:      # whose turn is still to come, may fail together again
         scheduler.num_batch_faults = 0
     for request, _, _ in result.done:
         scheduler.finish(request)

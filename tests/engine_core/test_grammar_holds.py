@@ -9,6 +9,7 @@ import pytest
 
 from bench.sim_worker import SimWorker
 from bench.simulation import VOCAB, over_the_wire
+from engine_core.core import MAX_BATCH_FAULTS
 from engine_core.worker_relay import WorkerRelay
 from ipc.messages import Abort, CommandReply, GrammarPrepared, SchedulerOutput
 from ipc.structured_outputs import StructuredOutputs
@@ -99,6 +100,39 @@ def test_a_held_request_can_be_aborted_and_a_second_worker_is_asked_again(policy
     engine.run()
     assert engine.tokens[2] == alone(2, prompt(6, 20), 8)
     engine.assert_idle()
+
+
+def test_a_worker_that_woke_up_is_asked_for_what_its_sleep_may_have_swallowed() -> None:
+    """A request of a former core came while it slept: the question went to what ended with the sleep."""
+    engine = Engine(num_blocks=64)
+    message = add_message(1, prompt(6), max_tokens=8, structured_outputs=FORMS[0])
+    engine.core.handle(0, over_the_wire(msgspec.structs.replace(message, is_replay=True)))
+    engine.core.holds.unasked.clear()           # it is sent, and its answer is not expected after WorkerReady
+    engine.core.worker_replaced()
+    assert engine.core.holds.unasked == KEYS[:1] and not engine.core.can_plan()
+    engine.core.grammar_prepared(KEYS[0])
+    engine.run()
+    assert engine.tokens[1] == alone(1, prompt(6), 8)
+    engine.assert_idle()
+
+
+def test_requests_that_end_workers_together_are_found_although_others_run_while_they_are_held() -> None:
+    engine = Engine(num_blocks=64)
+    for request_id, form in ((1, FORMS[0]), (2, FORMS[1]), (3, None)):
+        engine.add(request_id, prompt(6, 10 * request_id), max_tokens=100, structured_outputs=form)
+    engine.step()
+    for _ in range(MAX_BATCH_FAULTS):
+        for _ in range(10):
+            if {1, 2} <= served(engine, engine.plan()):
+                break
+            engine.finish_step()
+        replace_worker(engine)
+        engine.take()
+        if not engine.ends:
+            assert steps(engine, 3) == {3}
+        for key in KEYS:
+            engine.core.grammar_prepared(key)
+    assert {1, 2} <= set(engine.ends)
 
 
 def test_a_request_of_a_former_core_is_held_and_a_new_one_is_not() -> None:
