@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         late_rate=args.fault_rate / 5,
         gone_rate=args.fault_rate / 50,
         poison_rate=args.fault_rate / 10,
+        grammar_rate=0.3,
     )
     total, seed = Statistics(), args.seed
     begin = last = time.monotonic()

@@ -1,5 +1,5 @@
 """Drives a real EngineCore against bench.sim_worker through the codec, at random: sizes, policies, modes, aborts,
-resets, failed steps, lost workers, values that are not finite, late results.
+resets, failed steps, lost workers, values that are not finite, late results, grammars.
 
 Everything is drawn from one seed, and every failure names it. What is checked: no slot is read that does not hold the
 request's own history; every request ends once, with exactly the tokens it has alone; core and worker agree about the
@@ -38,8 +38,10 @@ from ipc.messages import (
     WorkerReady,
 )
 from ipc.sampling_params import SamplingParams
+from ipc.structured_outputs import StructuredOutputs
 
 VOCAB, EOS = 50, 7
+GRAMMARS = [StructuredOutputs(regex=f"[a-z]{{{i + 1}}}") for i in range(3)]  # for the core alone: nobody follows them
 NOT_FINITE = -2  # what a slot means when its keys and values are NaN
 
 
@@ -74,6 +76,7 @@ class Options:
     reset_rate: float = 0.01
     gone_rate: float = 0.0  # a frontend disappears
     poison_rate: float = 0.0  # share of requests whose steps always fail
+    grammar_rate: float = 0.0  # share of requests with a grammar, which a new worker has to compile first
     async_scheduling: bool | None = None
     enable_prefix_caching: bool | None = None
     preemption_mode: str | None = None
@@ -199,6 +202,8 @@ class Simulation:
     def __init__(self, seed: int, options: Options) -> None:
         self.seed, self.options, self.rng = seed, options, random.Random(seed)
         self.request_rng = random.Random(-1 - seed)
+        self.grammar_rng = random.Random(seed * 2 + 3)  # of its own, as that of drafts
+        self.asked: list[bytes] = []  # grammars that the worker compiles
         rng = self.rng
         self.block_size = rng.choice([1, 2, 4, 8, 16])
         self.num_blocks = rng.randint(6, 60)
@@ -267,7 +272,7 @@ class Simulation:
             rounds = 0
             while (
                 len(self.sent) < self.num_requests
-                or self.core.scheduler.has_work
+                or self.core.requests
                 or self.in_flight
                 or self.returning
             ):
@@ -308,6 +313,7 @@ class Simulation:
             self._frontend_gone(rng.randrange(2))
         if rng.random() < options.late_rate:
             self._late()
+        self._compile()
         while core.can_plan():
             plan = core.plan()
             if plan is None:
@@ -359,6 +365,8 @@ class Simulation:
         return [i for row, i in enumerate(ids) if counts.get(row, 1)]
 
     def _check_plan(self, plan: SchedulerOutput, ids: list[int]) -> None:
+        held = [i for i in ids if i in self.core.requests and self.core.requests[i].is_held]
+        self._expect(not held, f"{held} have rows, and their grammars are being compiled")
         counts = dict(zip(unpack(plan.counts)[::2], unpack(plan.counts)[1::2]))
         self._expect(sum(counts.get(row, 1) for row in range(len(ids))) <= self.budget, "a step above its budget")
         self._expect(len(ids) <= self.seats and len(set(ids)) == len(ids), "too many rows, or one twice")
@@ -381,6 +389,7 @@ class Simulation:
             ignore_eos=rng.random() < 0.5,
             seed=1,
             stop_token_ids=rng.choice([[], [3], [3, 9]]),
+            structured_outputs=self._grammar(),
         )
         message = AddRequest(
             request_id,
@@ -395,6 +404,11 @@ class Simulation:
             self.sent[request_id + choice] = Sent(message, prompt, is_poison=is_poison)
         self.counter += message.num_choices
         self.core.handle(number, over_the_wire(message))
+
+    def _grammar(self) -> StructuredOutputs | None:
+        if self.grammar_rng.random() >= self.options.grammar_rate:
+            return None
+        return self.grammar_rng.choice(GRAMMARS)
 
     def _abort(self, request_id: int) -> None:
         sent = self.sent[request_id]
@@ -425,7 +439,18 @@ class Simulation:
         self.statistics.num_checked_slots += self.worker.num_checked_slots
         self.worker = self.make_worker()
         self.in_flight.clear()
+        self.asked.clear()
         self.core.worker_lost()
+        self.core.worker_replaced()
+
+    def _compile(self) -> None:
+        """The worker is told of grammars, and is done with some."""
+        self.asked += self.core.holds.unasked
+        self.core.holds.unasked.clear()
+        for grammar in self.asked[:]:
+            if self.grammar_rng.random() < 0.2:
+                self.asked.remove(grammar)
+                self.core.grammar_prepared(grammar)
 
     def _restart_core(self) -> None:
         """The core ends with whatever it had not told. Its successor shares the worker, which tells it what its rows
@@ -436,6 +461,7 @@ class Simulation:
         self.statistics.num_kept_tokens += old.scheduler.stats.num_replayed_hit_tokens
         self.core = EngineCore(old.config, self.cache, self.ready, b"k" * 32)
         self.accounts = Accounts()
+        self.asked.clear()
         self.core.kept.take(over_the_wire(self.worker.kept(self.ready)), self.core.scheduler.blocks)
         self.worker.drop_rows()
         self.in_flight.clear()

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench.sim_worker import SimWorker
-from bench.simulation import VOCAB, over_the_wire
+from bench.simulation import VOCAB, Options, over_the_wire, simulate_steps
 from engine_core.core import MAX_BATCH_FAULTS
 from engine_core.worker_relay import WorkerRelay
 from ipc.messages import Abort, CommandReply, GrammarPrepared, SchedulerOutput
@@ -158,3 +158,10 @@ def test_answers_to_the_core_and_to_frontends_are_told_apart() -> None:
     late = GrammarPrepared(asked.call_id)
     answer: tuple[int, CommandReply] | None = relay.answer(late)
     assert relay.prepared(late) is None and answer is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_is_held_for_ever_whenever_workers_and_cores_end(policy: str) -> None:
+    done = simulate_steps(2_000, 4_000, Options(policy=policy, grammar_rate=0.5, loss_rate=0.02, restart_rate=0.01,
+                                                fault_rate=0.02))
+    assert done.num_lost > 10 and done.num_restarts > 5
