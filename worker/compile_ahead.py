@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import select
 import subprocess
 import sys
@@ -31,6 +32,7 @@ BYTES_PER_PROCESS = 512 << 20                   # one takes 350 MB, part of them
 WAIT_LIMIT_S = 120.0
 POLL_S = 0.1
 END_S = 5.0
+COUNTS = re.compile(rb"^(\d+) (\d+)\n", re.MULTILINE)     # among what compilers may print
 ROOT = Path(__file__).parents[1]
 
 
@@ -62,8 +64,8 @@ class CompileAhead:
                 if not data:
                     break
                 text += data
-            *_, counts = [b"0 0", *(line for line in text.split(b"\n")[:-1] if line[:1].isdigit())]
-            ended, total = map(int, counts.split())
+            if counts := COUNTS.findall(text):
+                ended, total = map(int, counts[-1])
             progress(0.999 * ended / max(1, total))
         os.close(self._lines)
         status = self._end(max(0.0, left))

@@ -130,6 +130,14 @@ def test_a_failure_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytest.
     assert len(third) == (not torch.cuda.is_available())
 
 
+def test_what_a_compiler_prints_is_not_taken_for_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "print('0 7\\n2 warnings generated.\\n3 7\\n1\\n12 of 13 14')"
+    popen = subprocess.Popen
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", text],
+                                                                                    **options))
+    assert ahead.CompileAhead(make_job(), 2, tmp_path / "stamp").wait(lambda fraction: None).startswith("3 of 7, 2 p")
+
+
 def test_nothing_is_compiled_ahead_where_there_is_nothing_to_gain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
