@@ -12,7 +12,7 @@ pytest.importorskip("numba")
 from worker.jit import matmul as mm  # noqa: E402
 from worker.jit import program as pg  # noqa: E402
 from worker.linear import table, tune  # noqa: E402
-from worker.linear.formats import BFLOAT16, FLOAT32, INT4, INT4_MIN, INT8, KIND_NAMES  # noqa: E402
+from worker.linear.formats import INT8, INT8_WIDE, KIND_NAMES  # noqa: E402
 from worker.linear.kernel import KernelLinear  # noqa: E402
 from worker.linear.pack import pack_float32, quantize_int8  # noqa: E402
 from worker.linear.route import PackedLinear  # noqa: E402
@@ -31,15 +31,23 @@ def test_a_run_keeps_a_table_that_the_next_step_uses(kept, capsys, monkeypatch):
     monkeypatch.setattr(tune, "choose", lambda times, default: min(times))      # the smallest, whatever the times
     assert tune.main(["--width", "64", "--outputs", "64", "--threads", "1", "--quick"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for kind in (FLOAT32, BFLOAT16, INT8, INT4, INT4_MIN):
+    for kind in range(len(KIND_NAMES)):
         smallest = table.variants(kind)[0]
         assert table.load()[kind] == (smallest,) * table.NUM_CLASSES
         assert printed["rows_per_tile"][KIND_NAMES[kind]] == [smallest] * table.NUM_CLASSES
-        layer = PackedLinear([tune.make_weight(kind, 32, 32)])
+        layer = PackedLinear([tune.make_weight(kind, 32, 64)])
+        assert layer.weights[0].kind == kind
         kernel = KernelLinear(layer)
         kernel.prepare(1)
         rows = kernel.table[kernel.table[:, pg.CODE] == pg.MATMUL][0]
         assert {(int(rows[mm.TILE_ROWS]) >> (8 * i)) & 255 for i in range(table.NUM_CLASSES)} == {smallest}
+
+
+def test_a_width_that_wide_blocks_do_not_fit_says_nothing_of_them(kept, capsys):
+    assert tune.main(["--width", "96", "--outputs", "32", "--threads", "1", "--quick"]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(KIND_NAMES) - set(printed["rows_per_tile"]) == {"int8_wide"} == set(KIND_NAMES) - set(printed["ms"])
+    assert table.load()[INT8_WIDE] == table.default_rows(INT8_WIDE)
 
 
 def test_a_table_of_another_machine_or_version_is_not_used(kept):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ipc.option_help import OptionParser
 from worker.jit import features
 from worker.linear import table
-from worker.linear.formats import BFLOAT16, FLOAT32, INT4, INT4_MIN, INT8_WIDE, KIND_NAMES, PackedWeight
+from worker.linear.formats import BFLOAT16, FLOAT32, INT4, INT4_MIN, INT8_WIDE, KIND_NAMES, WIDE_BLOCK, PackedWeight
 from worker.linear.pack import (pack_bfloat16, pack_float32, pack_gguf, quantize_int4, quantize_int8,
                                 unpack)
 
@@ -73,7 +73,7 @@ def relative_error(weight: PackedWeight, y: torch.Tensor, x: torch.Tensor) -> fl
 
 
 def measure(num_out: int, num_k: int, threads: int, repeats: int) -> tuple[dict[int, tuple[int, ...]], dict[str, Any]]:
-    """(rows per tile by format and class, all times in ms)."""
+    """(rows per tile by format and class, all times in ms); of the formats whose blocks fit num_k."""
     from worker.jit import matmul as mm
     from worker.jit import program as pg
     from worker.jit.team import get_team
@@ -88,6 +88,8 @@ def measure(num_out: int, num_k: int, threads: int, repeats: int) -> tuple[dict[
         x = torch.randn(rows, num_k)
         figures.setdefault("torch float32", {})[rows] = best_ms({0: functools.partial(F.linear, x, dense)}, repeats)[0]
     for kind in range(len(KIND_NAMES)):
+        if kind == INT8_WIDE and num_k % WIDE_BLOCK:
+            continue                            # made with blocks of 32, it would be another format
         layer = PackedLinear([make_weight(kind, num_out, num_k)])
         kernel = KernelLinear(layer, get_team(threads))
 
