@@ -24,9 +24,12 @@ def overview(scheduler: Scheduler) -> dict[str, Any]:
     told = range(1, pool.num_blocks + 1, stride)
     counts, hashes = pool.ref_count, pool.block_hash
     blocks = bytes(min(counts[b], 2) + 1 if counts[b] else hashes[b] is not None for b in told)
-    waiting = [{"request_id": request.request_id, "reason": waiting_reason(scheduler, request, ahead),
-                "num_tokens": request.num_known_tokens, "num_preemptions": request.num_preemptions}
-               for ahead, request in enumerate(islice(scheduler.waiting, MAX_WAITING))]
+    waiting: list[dict[str, Any]] = []
+    ahead = 0
+    for request in islice(scheduler.waiting, MAX_WAITING):
+        waiting.append({"request_id": request.request_id, "reason": waiting_reason(scheduler, request, ahead),
+                        "num_tokens": request.num_known_tokens, "num_preemptions": request.num_preemptions})
+        ahead += not request.is_held
     return {"blocks": blocks, "stride": stride, "num_blocks": pool.num_blocks, "num_free": pool.num_free,
             "block_size": pool.block_size, "waiting": waiting, "num_waiting": len(scheduler.waiting),
             "num_running": running.n, "num_seats": running.seats,

@@ -29,8 +29,9 @@ def _reason(scheduler: Scheduler, request: Request) -> str:
     rows = scheduler.rows
     if request.row >= 0:
         left = int(rows.length[request.row] - rows.planned[request.row])
-        if scheduler.suspects and request not in scheduler.suspects[:1]:
-            return f"waits while {len(scheduler.suspects)} requests of a failed step replay alone"
+        alone = _alone(scheduler)
+        if alone and request is not alone[0]:
+            return f"waits while {len(alone)} requests of a failed step replay alone"
         if request in scheduler.prefilling:
             return f"in mid-prompt, {left} tokens to compute"
         return "computes one token a step"
@@ -38,12 +39,17 @@ def _reason(scheduler: Scheduler, request: Request) -> str:
     for other in scheduler.waiting:
         if other is request:
             break
-        ahead += 1
+        ahead += not other.is_held
     return waiting_reason(scheduler, request, ahead)
 
 
+def _alone(scheduler: Scheduler) -> list[Request]:
+    """Requests of a failed step that others wait for now."""
+    return [request for request in scheduler.suspects if not (request.is_held or request.is_finished)]
+
+
 def waiting_reason(scheduler: Scheduler, request: Request, ahead: int) -> str:
-    """Why a request that is not running waits. `ahead`: how many waiting ones come before it."""
+    """Why a request that is not running waits. `ahead`: how many waiting ones are admitted before it."""
     rows, blocks, config = scheduler.rows, scheduler.blocks, scheduler.config
     if request.num_in_flight:
         return "preempted; its newest token is still being computed"
@@ -51,8 +57,8 @@ def waiting_reason(scheduler: Scheduler, request: Request, ahead: int) -> str:
         return "the worker has just started and compiles its grammar"
     if ahead and config.policy != "lpm":
         return f"{ahead} waiting {'request ranks' if ahead == 1 else 'requests rank'} ahead of it"
-    if scheduler.suspects:
-        return f"{len(scheduler.suspects)} requests of a failed step replay alone first"
+    if alone := _alone(scheduler):
+        return f"{len(alone)} requests of a failed step replay alone first"
     if rows.n >= rows.seats:
         return f"all {rows.seats} seats are taken (--max-num-seqs, --max-num-batched-tokens)"
     needs = free_blocks_needed(scheduler, request)

@@ -10,6 +10,8 @@ import pytest
 from bench.sim_worker import SimWorker
 from bench.simulation import VOCAB, Options, over_the_wire, simulate_steps
 from engine_core.core import MAX_BATCH_FAULTS
+from engine_core.overview import overview
+from engine_core.status import explain
 from engine_core.worker_relay import WorkerRelay
 from ipc.messages import Abort, CommandReply, GrammarPrepared, SchedulerOutput
 from ipc.structured_outputs import StructuredOutputs
@@ -145,6 +147,33 @@ def test_a_request_of_a_former_core_is_held_and_a_new_one_is_not() -> None:
     engine.run()
     assert engine.tokens[1] == alone(1, prompt(6), 8)
     engine.assert_idle()
+
+
+def test_who_is_held_is_in_nobodys_way_and_said_to_be_in_nobodys_way() -> None:
+    engine = Engine(num_blocks=64, max_num_seqs=1)
+    message = add_message(1, prompt(6), structured_outputs=FORMS[0])
+    engine.core.handle(0, over_the_wire(msgspec.structs.replace(message, is_replay=True)))
+    for request_id in (2, 3, 4):
+        engine.add(request_id, prompt(6, 10 * request_id))
+    engine.step()
+    reasons = [row["reason"] for row in overview(engine.scheduler)["waiting"]]
+    assert [text.partition(" ")[2][:30] for text in reasons] == [
+        "worker has just started and co", "1 seats are taken (--max-num-s", "waiting request ranks ahead of"]
+    assert [explain(engine.scheduler, engine.request(i))["reason"] for i in (1, 3, 4)] == reasons
+
+
+def test_nobody_is_said_to_wait_for_a_suspect_that_is_held() -> None:
+    engine = Engine(num_blocks=64)
+    for request_id, form in ((1, FORMS[0]), (2, FORMS[1])):
+        engine.add(request_id, prompt(6, 10 * request_id), structured_outputs=form)
+    engine.plan()
+    replace_worker(engine)
+    assert [request.request_id for request in engine.scheduler.suspects] == [1, 2]
+    engine.add(3, prompt(6, 30), max_tokens=30)
+    engine.step()
+    assert explain(engine.scheduler, engine.request(3))["reason"] == "computes one token a step"
+    engine.core.grammar_prepared(KEYS[1])
+    assert "1 requests of a failed step" in explain(engine.scheduler, engine.request(3))["reason"]
 
 
 def test_answers_to_the_core_and_to_frontends_are_told_apart() -> None:
