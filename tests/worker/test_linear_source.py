@@ -133,6 +133,10 @@ def test_int8_and_int4_requantize_what_is_larger_only(tmp_path: Path) -> None:
     _, packed = sources(files, "int4")
     assert [packed.linear(names).name for names in LINEARS] == [
         "int8", "int8", "int4_min", "int4_min+int4", "int4_min", "int4_min"]
+    eights = {name: "Q8_0" for name in ("token_embd", "output", *(f"blk.0.{part}" for part in (
+        "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")))}
+    _, packed = sources(write_model(tmp_path / "eights.gguf", eights), "int4")
+    assert [packed.linear(names).name for names in LINEARS] == ["int8", "int8", *["int4_min"] * 4]
 
 
 def test_a_file_that_does_not_match_is_refused(tmp_path: Path) -> None:
@@ -162,9 +166,13 @@ def test_what_a_worker_runs_is_chosen_with_its_reason(tmp_path: Path, monkeypatc
     assert choice is not None and (choice.mode, choice.kv_dtype) == ("none", torch.float32)
     for ggml_type, quantization, kv in (("Q4_1", "auto", torch.int8), ("Q8_0", "auto", torch.bfloat16),
                                         ("Q8_0", "int4", torch.int8), ("Q8_0", "int8", torch.bfloat16),
-                                        ("Q4_0", "int8", torch.int8)):
+                                        ("Q4_0", "int8", torch.int8), ("Q6_K", "auto", torch.int8),
+                                        ("Q5_1", "int8", torch.int8), ("BF16", "auto", torch.bfloat16),
+                                        ("Q4_0", "none", torch.bfloat16), ("Q6_K", "none", torch.bfloat16)):
         stored = msgspec.structs.replace(files, config=msgspec.structs.replace(files.config, ggml_type=ggml_type))
-        choice, _ = build.choose(make_process(stored, quantization=quantization), "cpu")
+        dtype = "bfloat16" if quantization == "none" else "auto"
+        process = make_process(stored, quantization=quantization, dtype=dtype)
+        choice, _ = build.choose(process, "cpu")
         assert choice is not None and choice.kv_dtype == kv
     choice, _ = build.choose(make_process(files, cache=dict(kv_cache_dtype="float32")), "cpu")
     assert choice is not None and choice.kv_dtype == torch.float32

@@ -64,8 +64,10 @@ def choose(config: WorkerProcess, device: str) -> tuple[Choice | None, str]:
     wide = mode == "none" and section.dtype != "bfloat16"
     kv = config.cache.kv_cache_dtype
     if kv == "auto":                         # int8 where weights leave room for it: divergence stays within 0.005
+        from worker.linear.source import FLOAT_TYPES
         ggml_type = section.files.config.ggml_type
-        leaves_room = mode == "int4" or (mode == "int8" and ggml_type != "Q8_0") or ggml_type in ("Q4_0", "Q4_1")
+        is_narrow = mode in ("int8", "int4") or (mode == "keep" and ggml_type not in FLOAT_TYPES)
+        leaves_room = is_narrow and (mode == "int4" or ggml_type != "Q8_0")
         kv = "float32" if wide else "int8" if leaves_room else "bfloat16"
     if KV_DTYPES[kv] not in POOL_DTYPES:
         raise ConfigError(f"--kv-cache-dtype {kv}: the compiled CPU kernels keep keys and values as float32, bfloat16, "

@@ -6,6 +6,7 @@ small float32 tensor. Mode says what the weights become:
     none   float32, or bfloat16 where they are bfloat16 already: exact
     int8   blocks of 64, rotated, int8 (a Q8_0 tensor of a file stays as it is)
     int4   blocks of 32, 4 bits (Q4_0 and Q4_1 tensors stay as they are); the output head int8
+           (a Q8_0 head as it is)
     keep   what the file holds: Q4_0, Q4_1 and Q8_0 blocks unchanged, other quantized types as int8, floats as floats
 
 Tensors of one layer share their quantized activations: beside a file's blocks of 32, int8 is made in blocks of 32 too.
@@ -33,11 +34,11 @@ from worker.process_memory import discard
 from worker.quant.gguf_blocks import FORMATS, dequantize
 
 MODES = ("none", "int8", "int4", "keep")
-_FLOAT_TYPES = ("F32", "F16", "BF16")
+FLOAT_TYPES = ("F32", "F16", "BF16")
 # 4 bits hurt the head more than any other tensor, and tied embeddings with it.
 _FINE_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 _CHUNK_ROWS = 4096
-_AS_STORED = {"keep": ("Q8_0", "Q4_0", "Q4_1"), "int4": ("Q8_0", "Q4_0", "Q4_1"), "int8": ("Q8_0",), "none": ()}
+_AS_STORED = {"keep": ("Q8_0", "Q4_0", "Q4_1"), "int4": ("Q4_0", "Q4_1"), "int8": ("Q8_0",), "none": ()}
 
 
 class WeightSource(Protocol):
@@ -134,7 +135,7 @@ class GGUFSource:
         biases = [self.vector(_bias(name)) for name in names if gguf_name(_bias(name)) in self._tensors]
         bias = np.concatenate(biases) if biases else None
         weights: list[PackedWeight] = []
-        wide = not any(tensor.ggml_type in _AS_STORED[self.mode] for tensor in tensors)
+        wide = not any(self._is_kept(tensor, name) for tensor, name in zip(tensors, names))
         at = 0
         while at < len(tensors):                # neighbours of one type become one weight
             end = at + 1
@@ -146,11 +147,16 @@ class GGUFSource:
             self._forget(tensor)
         return PackedLinear(weights, bias)
 
+    def _is_kept(self, tensor: GGUFTensor, name: str) -> bool:
+        """Whether the kernels take its blocks as they are."""
+        is_fine = self.mode == "int4" and name in _FINE_NAMES
+        return tensor.ggml_type in _AS_STORED[self.mode] or (is_fine and tensor.ggml_type == "Q8_0")
+
     def _pack(self, tensors: Sequence[GGUFTensor], name: str, wide: bool) -> PackedWeight:
         kind, num_k = tensors[0].ggml_type, tensors[0].shape[1]
-        if kind in _AS_STORED[self.mode] and num_k % BLOCK == 0:
+        if self._is_kept(tensors[0], name) and num_k % BLOCK == 0:
             return pack_gguf(np.concatenate([self._rows(tensor) for tensor in tensors]), kind, num_k)
-        mode = self.mode if self.mode != "keep" else "none" if kind in _FLOAT_TYPES else "int8"
+        mode = self.mode if self.mode != "keep" else "none" if kind in FLOAT_TYPES else "int8"
         if kind == "BF16" and mode == "none":
             rows = np.concatenate([self._rows(tensor) for tensor in tensors])
             return pack_bfloat16(rows.view("<u2").reshape(-1, num_k))
