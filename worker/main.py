@@ -189,6 +189,7 @@ class WorkerLoop:
         from worker.startup import build_runner
         release_memory()
         release_device_memory()
+        progress.waiting()                      # before anybody hears of it: a stop at once is then seen, too
         self.link.send(Slept())
         while not self.is_stopping:
             progress.waiting()
@@ -212,12 +213,15 @@ class WorkerLoop:
                                      kept.pop())
         runner.ring = self.ring
         release_memory()
+        progress.working()                      # the long part is over
         self.link.send(ready)
         return runner, ready
 
     def _profile(self, message: Profile, progress: Progress) -> None:
         progress.working(PROFILER_S)
-        if (answer := self.profiler.handle(message)) is not None:
+        answer = self.profiler.handle(message)
+        progress.working()
+        if answer is not None:
             self.link.send(answer)
 
     @property
