@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -317,15 +317,19 @@ class Supervisor:
         reason = self.failure.reason if self.failure is not None else "the engine is stopping"
         for child in children:
             child.send(Shutdown(reason, drain_s))
-        self._wait_for(children, seconds)
+        self._wait_for(children, seconds, [*self.workers, self.core] if drain_s else [])
 
-    def _wait_for(self, children: list[Child], seconds: float) -> None:
-        """Until they have ended, the time is over, or a second signal says: at once."""
+    def _wait_for(self, children: list[Child], seconds: float, needed: Sequence[Child] = ()) -> None:
+        """Until they have ended, the time is over, or a second signal says: at once. Who of `needed` ends meanwhile, or
+        ended just before, is restarted: streams that may end in their own time wait for it."""
         deadline = time.monotonic() + seconds
         while any(self._alive(children)) and self.num_stops < 2:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
+            for child in needed:
+                if child.failure is not None and self.is_up and self._may_restart():
+                    self._restart(child)
             self._poll(left)
 
     @staticmethod
