@@ -150,6 +150,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(mode: str) -> None:
 def test_a_model_of_unsuitable_widths_is_refused_with_the_number() -> None:
     config = make_config(intermediate_size=48)
     assert refusal(config) == "intermediate size 48 is no multiple of 32" and refusal(make_config()) is None
+    assert refusal(make_config(head_dim=544)) == "head dim 544 is above 512"
     with pytest.raises(ConfigError, match="intermediate size 48 is no multiple of 32; use --attention-backend cpu"):
         JitModel(ModelSource(make_flat(config)))
 

@@ -215,7 +215,8 @@ def test_the_table_of_another_machine_or_with_other_numbers_is_not_used(
         path = table.save({INT8: (3, 4, 6, 6)}, {})
         assert table.load()[INT8] == (3, 4, 6, 6) and table.packed_rows(INT8) == 3 | 4 << 8 | 6 << 16 | 6 << 24
         good = json.loads(path.read_text())
-        for bad in ({**good, "machine": "other"}, {**good, "rows": {"int8": [5, 5, 5, 5]}}, {**good, "rows": []}, [1]):
+        for bad in ({**good, "machine": "other"}, {**good, "rows": {"int8": [5, 5, 5, 5]}},
+                    {**good, "rows": {"int8": [3.0, 4.0, 6.0, 6.0]}}, {**good, "rows": []}, [1]):
             path.write_text(json.dumps(bad))
             table.load.cache_clear()
             assert table.load()[INT8] == (6, 6, 6, 6)

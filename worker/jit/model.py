@@ -30,6 +30,7 @@ from worker.linear.route import PackedLinear
 from worker.linear.source import WeightSource
 from worker.models.layers import rope_frequencies
 
+MAX_HEAD_DIM = 512                          # more could overflow the sums over int8 keys (attend_codes.py)
 _LAYER_PARTS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",),
                 "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 
@@ -43,6 +44,8 @@ def refusal(config: ModelConfig) -> str | None:
     for name, width in widths.items():
         if width % BLOCK:
             return f"{name} {width} is no multiple of {BLOCK}"
+    if config.head_dim > MAX_HEAD_DIM:
+        return f"head dim {config.head_dim} is above {MAX_HEAD_DIM}"
     return f"head dim {config.head_dim} is odd" if config.head_dim % 2 else None
 
 

@@ -64,7 +64,7 @@ def load() -> dict[int, tuple[int, ...]]:
         if found["machine"] == machine_key():
             for kind, name in enumerate(KIND_NAMES):
                 row = tuple(found["rows"].get(name, ()))
-                if len(row) == NUM_CLASSES and all(rows in variants(kind) for rows in row):
+                if len(row) == NUM_CLASSES and all(type(rows) is int and rows in variants(kind) for rows in row):
                     table[kind] = row
     except (OSError, ValueError, KeyError, TypeError, AttributeError):   # absent, or not ours
         pass
