@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from http.client import HTTPConnection, HTTPResponse
 
 import pytest
 
@@ -11,16 +12,21 @@ from tests.processes.test_lifetimes import open_stream
 from tests.processes.tools import FLAGS, ServerProcess, assert_nothing_left
 
 
+def ends_whole(server: ServerProcess, connection: HTTPConnection, response: HTTPResponse, temp: str) -> None:
+    """The stream gets all of its tokens, then the server ends as it should."""
+    rest = response.read().decode()
+    connection.close()
+    assert '"finish_reason":"length"' in rest and rest.rstrip().endswith("data: [DONE]")
+    assert server.wait() == 0
+    assert_nothing_left(temp, 2.0)
+
+
 def test_a_stream_that_runs_at_sigterm_ends_whole(tiny_model: str, temp: str) -> None:
     server = ServerProcess(tiny_model, temp, "--drain-timeout", "30", *FLAGS).wait_ready()
     try:
         connection, response = open_stream(server)
         server.process.send_signal(signal.SIGTERM)
-        rest = response.read().decode()
-        connection.close()
-        assert '"finish_reason":"length"' in rest and rest.rstrip().endswith("data: [DONE]")
-        assert server.wait() == 0
-        assert_nothing_left(temp, 2.0)
+        ends_whole(server, connection, response, temp)
     finally:
         server.kill()
 
@@ -37,11 +43,7 @@ def test_a_stream_ends_whole_although_what_it_needs_is_killed_around_sigterm(tin
         server.process.send_signal(signal.SIGTERM)
         if not is_first:
             os.kill(server.pids[name], signal.SIGKILL)
-        rest = response.read().decode()
-        connection.close()
-        assert '"finish_reason":"length"' in rest and rest.rstrip().endswith("data: [DONE]")
-        assert server.wait() == 0
-        assert_nothing_left(temp, 2.0)
+        ends_whole(server, connection, response, temp)
     finally:
         server.kill()
 

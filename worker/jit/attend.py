@@ -27,7 +27,7 @@ from worker.jit.attend_plan import (BEGIN, COUNT, DONE, END, FIRST, MAX_ROWS, PA
 from worker.jit.attend_softmax import CHUNK, HEADER, LOG2_E, clear, finish, merge, rescale, take_scores, weigh
 from worker.jit.attend_tiles import (GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_K_SCALES, GROUP_NEXT_K, GROUP_NEXT_V,
                                      GROUP_V, GROUP_V_SCALES, scores_rows, values_rows)
-from worker.jit.kv_codes import load_scales, times
+from worker.jit.kv_codes import key_place, load_scales, times
 from worker.jit.vector import (device, get_f32, get_i32, get_i64, load_f32, prefetch_line, set_f32, set_i64, splat,
                                store_f32)
 
@@ -58,8 +58,7 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
     rows, ld = count * group, (HEADER + padded_dim) * 4
     item = 4 if kind == st.POOL_F32 else 2 if kind == st.POOL_BF16 else 1
     has_scales, is_int8 = kind != st.POOL_F32 and kind != st.POOL_BF16, kind == st.POOL_INT8
-    # Bytes of a key in a block, and between neighbours there.
-    key_bytes, key_item = ((dim + 3) // 4 * 4, 4) if is_int8 else (dim * item, item)
+    key_bytes, key_item = key_place(kind, dim, item)
 
     scratch = get_i64(step, st.SCRATCH) + thread * get_i64(step, st.SCRATCH_BYTES)
     most = (max(MAX_ROWS, group * SPLIT_QUERIES) + 15) // 16 * 16
@@ -122,7 +121,7 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
             if is_int8:
                 code_scores_rows(rows, queries, padded_dim, dim, mine, padded * key_item, mine_scores)
             else:
-                scores_rows(kind, rows, queries, padded_dim * 4, dim, mine, padded * item, mine_scores)
+                scores_rows(kind, rows, queries, padded_dim * 4, dim, mine, padded * key_item, mine_scores)
             factors = times(_scales(kind, mine + 8 * GROUP_K_SCALES) if has_scales else ones, factor)
             take_scores(rows, mine_scores, part + at * ld, ld, limits, chunk, counts, factors,
                         bases + at * 4, keeps + at * 4)

@@ -30,6 +30,13 @@ def to_bf16(value):  # type: ignore[no-untyped-def]
 
 
 @device
+def key_place(kind, dim, item):  # type: ignore[no-untyped-def]
+    """Bytes of a key in a block, and between neighbours there, of items of so many bytes. Of int8, four dimensions lie
+    together (worker/attention/jit_layout.py)."""
+    return ((dim + 3) // 4 * 4, 4) if kind == st.POOL_INT8 else (dim * item, item)
+
+
+@device
 def write_codes(x, dim, codes, stride, scale_at, kind):  # type: ignore[no-untyped-def]
     """x: dim floats -> their codes and their scale, at these addresses. stride: bytes between codes, or between fours
     of them where they are int8; with 1 they are side by side and whole vectors are written: the row must be as wide."""

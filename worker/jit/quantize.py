@@ -9,7 +9,7 @@ weights (dot.py, SIDE_*). A block that holds a NaN or an infinity gets the scale
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from llvmlite import ir
 from numba import types
@@ -45,30 +45,6 @@ def _emit_rotate(b: Any, address: Any) -> None:
 
 # 64 float32 at an address times formats.ROTATION, in place.
 rotate_block = make(types.void, (types.intp,), _emit_rotate)
-
-
-@device
-def quantize_row(x, num_k, q, side, ld_side):  # type: ignore[no-untyped-def]
-    """x float32 [num_k] -> q int8 [num_k], side [4, blocks]; addresses. ld_side, bytes of a row of the side table, says
-    how many blocks there are, and so which kind."""
-    num_blocks, block = ld_side // (4 * SIDE_COLUMNS), types.int64(0)
-    column = 4 * num_blocks
-    if num_k == num_blocks * WIDE_BLOCK:
-        while block + _PIECES // 2 <= num_blocks:
-            if not _quantize_wide_group(x + block * (4 * WIDE_BLOCK), q + block * WIDE_BLOCK, side + block * 4, column):
-                for b in range(block, block + _PIECES // 2):
-                    _quantize_wide_block(x + b * (4 * WIDE_BLOCK), q + b * WIDE_BLOCK, side + b * 4, column)
-            block += _PIECES // 2
-        for b in range(block, num_blocks):
-            _quantize_wide_block(x + b * (4 * WIDE_BLOCK), q + b * WIDE_BLOCK, side + b * 4, column)
-        return
-    while block + _PIECES <= num_blocks:
-        if not _quantize_group(x + block * (4 * BLOCK), q + block * BLOCK, side + block * 4, column):
-            for b in range(block, block + _PIECES):
-                _quantize_block(x + b * (4 * BLOCK), q + b * BLOCK, side + b * 4, column)
-        block += _PIECES
-    for b in range(block, num_blocks):
-        _quantize_block(x + b * (4 * BLOCK), q + b * BLOCK, side + b * 4, column)
 
 
 def _read_block(b: Any, x: Any, block: int) -> list[Any]:
@@ -160,5 +136,32 @@ def _group_of(block: int) -> Callable[..., bool]:
     return make(types.boolean, (types.intp,) * 4, generate)
 
 
-_quantize_block, _quantize_wide_block = (_block_of(block) for block in (BLOCK, WIDE_BLOCK))
-_quantize_group, _quantize_wide_group = (_group_of(block) for block in (BLOCK, WIDE_BLOCK))
+def _row_of(block: int) -> Callable[..., None]:
+    """quantize(x, q, side, num_blocks): a row of such blocks."""
+    quantize_block, quantize_group, at_once = _block_of(block), _group_of(block), _PIECES * _PIECE // block
+
+    @device
+    def run(x, q, side, num_blocks):  # type: ignore[no-untyped-def]
+        column, done = 4 * num_blocks, types.int64(0)
+        while done + at_once <= num_blocks:
+            if not quantize_group(x + done * (4 * block), q + done * block, side + done * 4, column):
+                for b in range(done, done + at_once):
+                    quantize_block(x + b * (4 * block), q + b * block, side + b * 4, column)
+            done += at_once
+        for b in range(done, num_blocks):
+            quantize_block(x + b * (4 * block), q + b * block, side + b * 4, column)
+    return cast(Callable[..., None], run)
+
+
+_quantize_narrow, _quantize_wide = (_row_of(block) for block in (BLOCK, WIDE_BLOCK))
+
+
+@device
+def quantize_row(x, num_k, q, side, ld_side):  # type: ignore[no-untyped-def]
+    """x float32 [num_k] -> q int8 [num_k], side [4, blocks]; addresses. ld_side, bytes of a row of the side table, says
+    how many blocks there are, and so which kind."""
+    num_blocks = ld_side // (4 * SIDE_COLUMNS)
+    if num_k == num_blocks * WIDE_BLOCK:
+        _quantize_wide(x, q, side, num_blocks)
+    else:
+        _quantize_narrow(x, q, side, num_blocks)

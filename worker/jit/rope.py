@@ -10,7 +10,7 @@ import math
 from numba import types
 
 from worker.jit import step as st
-from worker.jit.kv_codes import to_bf16, write_codes
+from worker.jit.kv_codes import key_place, to_bf16, write_codes
 from worker.jit.vector import (add, device, get_f32, get_i64, load_f32, mul, muladd, set_f32, set_u16,
                                splat, store_bf16, store_f32, sub, sum_lanes)
 
@@ -44,13 +44,12 @@ def rope_row(op, step, n, eps):  # type: ignore[no-untyped-def]
         write_token(get_i64(op, K_POOL), get_i64(op, V_POOL), k, v, block, offset, padded, kv_heads, dim, kind)
         return
     padded_dim = (dim + 15) // 16 * 16
-    together = 4 if kind == st.POOL_INT8 else 1
-    key_dim = (dim + together - 1) // together * together
+    key_bytes, key_item = key_place(kind, dim, 1)
     for h in range(kv_heads):
         head = block * kv_heads + h
         scale_at = (head * padded + offset) * 2
-        write_codes(k + h * dim * 4, dim, get_i64(op, K_POOL) + head * key_dim * padded + offset * together,
-                    padded * together, get_i64(op, K_SCALES) + scale_at, kind)
+        write_codes(k + h * dim * 4, dim, get_i64(op, K_POOL) + head * key_bytes * padded + offset * key_item,
+                    padded * key_item, get_i64(op, K_SCALES) + scale_at, kind)
         write_codes(v + h * dim * 4, dim, get_i64(op, V_POOL) + (head * padded + offset) * padded_dim, 1,
                     get_i64(op, V_SCALES) + scale_at, kind)
 

@@ -131,11 +131,6 @@ def read_bf16(builder: Any, address: Any) -> Any:
     return builder.bitcast(wide, VF)
 
 
-def read_int8(builder: Any, address: Any) -> Any:
-    """Sixteen int8 as float32."""
-    return builder.sitofp(builder.sext(read(builder, address, ir.VectorType(I8, LANES)), VI), VF)
-
-
 def read_e4m3(builder: Any, address: Any) -> Any:
     """Sixteen float8 (e4m3) as float32, times 2^-8: their bits, moved to where half precision has sign, exponent and
     mantissa, are that number, subnormal ones too."""
