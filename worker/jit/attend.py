@@ -38,16 +38,28 @@ POOL_FIELDS = (K_POOL, V_POOL, K_SCALES, V_SCALES)   # of the tensors of a cache
 
 @device
 def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
-    kv_heads, whole = get_i64(step, st.KV_HEADS), get_i64(step, st.NUM_WHOLE)
-    if unit < whole:
-        _attend(op, step, unit, 0, kv_heads, thread, scale)
-    else:
-        _attend(op, step, whole + (unit - whole) // kv_heads, (unit - whole) % kv_heads, 1, thread, scale)
+    whole, threads = get_i64(step, st.NUM_WHOLE), get_i64(step, st.NUM_THREADS)
+    kv_heads = get_i64(step, st.KV_HEADS)
+    number, first_head, num_heads = _place(unit, whole, kv_heads)
+    next_task, next_head, _ = _place(unit + threads, whole, kv_heads)   # what this thread takes next, probably
+    if next_task >= get_i64(step, st.NUM_TASKS):
+        next_task = types.int64(-1)
+    _attend(op, step, number, first_head, num_heads, next_task, next_head, thread, scale)
 
 
 @device
-def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ignore[no-untyped-def]
-    """A task with some KV heads: chunk by chunk, and in each the heads in turn, as they lie in a block."""
+def _place(unit, whole, kv_heads):  # type: ignore[no-untyped-def]
+    """(task, first head, heads) of a unit."""
+    if unit < whole:
+        return unit, types.int64(0), kv_heads
+    return whole + (unit - whole) // kv_heads, (unit - whole) % kv_heads, types.int64(1)
+
+
+@device
+def _attend(op, step, number, first_head, num_heads, next_task, next_head,  # type: ignore[no-untyped-def]
+            thread, scale):
+    """A task with some KV heads: chunk by chunk, and in each the heads in turn, as they lie in a block. next_task: what
+    will be wanted after it, -1 if nothing."""
     heads, kv_heads, dim = get_i64(step, st.HEADS), get_i64(step, st.KV_HEADS), get_i64(step, st.HEAD_DIM)
     size, kind, window = get_i64(step, st.BLOCK_SIZE), get_i64(step, st.POOL_KIND), get_i64(step, st.WINDOW)
     group = heads // kv_heads
@@ -66,7 +78,7 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
     scores = part + most * ld
     limits = scores + most * (CHUNK * 4)
     bases, keeps = limits + most * 16, limits + most * 20
-    here = limits + most * 24                # groups: the first head's, here and next, and every head's
+    here = limits + most * 24                # groups: the first head's, here and next, and the current head's
     ahead, groups = here + 4 * 8 * GROUP_FIELDS, here + 8 * 8 * GROUP_FIELDS
     for t in range(count):
         at = position + t
@@ -106,37 +118,35 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
             fresh = False
         for i in range(4 * GROUP_FIELDS):
             set_i64(here, i, get_i64(ahead, i))
-        index, within = _locate(ahead, chunk + CHUNK, tile_high, index, within, table, op, first_head, kv_heads, size,
-                                padded, key_bytes, padded_dim * item, key_item)
+        if chunk + CHUNK <= last_key:
+            index, within = _locate(ahead, chunk + CHUNK, tile_high, index, within, table, op, first_head, kv_heads,
+                                    size, padded, key_bytes, padded_dim * item, key_item)
+        elif next_task >= 0:
+            _locate_first(ahead, op, step, next_task, next_head, size, padded, key_bytes, padded_dim * item, key_item)
         counts = (get_i64(here, GROUP_COUNT), get_i64(here, GROUP_FIELDS + GROUP_COUNT),
                   get_i64(here, 2 * GROUP_FIELDS + GROUP_COUNT), get_i64(here, 3 * GROUP_FIELDS + GROUP_COUNT))
         for h in range(num_heads):
-            at, mine = h * rows, groups + h * (4 * 8 * GROUP_FIELDS)
-            _point(mine, here, ahead, h, key_bytes * padded, padded * padded_dim * item, padded * 2)
+            queries, state = q_tile + h * rows * padded_dim * 4, part + h * rows * ld
+            _point(groups, here, ahead, h, num_heads, key_bytes * padded, padded * padded_dim * item, padded * 2)
             if has_scales:
                 for g in range(4):
                     prefetch_line(get_i64(ahead, g * GROUP_FIELDS + GROUP_K_SCALES) + h * padded * 2)
                     prefetch_line(get_i64(ahead, g * GROUP_FIELDS + GROUP_V_SCALES) + h * padded * 2)
-            queries, mine_scores = q_tile + at * padded_dim * 4, scores + at * (CHUNK * 4)
             if is_int8:
-                code_scores_rows(rows, queries, padded_dim, dim, mine, padded * key_item, mine_scores)
+                code_scores_rows(rows, queries, padded_dim, dim, groups, padded * key_item, scores)
             else:
-                scores_rows(kind, rows, queries, padded_dim * 4, dim, mine, padded * key_item, mine_scores)
-            factors = times(_scales(kind, mine + 8 * GROUP_K_SCALES) if has_scales else ones, factor)
-            take_scores(rows, mine_scores, part + at * ld, ld, limits, chunk, counts, factors,
-                        bases + at * 4, keeps + at * 4)
-        rescale(num_heads * rows, keeps)
-        for h in range(num_heads):
-            at, mine = h * rows, groups + h * (4 * 8 * GROUP_FIELDS)
-            factors = _scales(kind, mine + 8 * GROUP_V_SCALES) if has_scales else ones
-            mine_scores, state = scores + at * (CHUNK * 4), part + at * ld
+                scores_rows(kind, rows, queries, padded_dim * 4, dim, groups, padded * key_item, scores)
+            factors = times(_scales(kind, groups + 8 * GROUP_K_SCALES) if has_scales else ones, factor)
+            take_scores(rows, scores, state, ld, limits, chunk, counts, factors, bases, keeps)
+            rescale(rows, keeps)
+            factors = _scales(kind, groups + 8 * GROUP_V_SCALES) if has_scales else ones
             if is_int8:
-                weigh_codes(rows, mine_scores, state, ld, factors, bases + at * 4, keeps + at * 4)
-                code_values_rows(rows, mine_scores, mine, padded_dim, state + HEADER * 4, ld)
+                weigh_codes(rows, scores, state, ld, factors, bases, keeps)
+                code_values_rows(rows, scores, groups, padded_dim, state + HEADER * 4, ld)
                 continue
-            weigh(rows, mine_scores, state, ld, factors, bases + at * 4, keeps + at * 4)
+            weigh(rows, scores, state, ld, factors, bases, keeps)
             # Values before the lowest window are not read: they may hold anything.
-            values_rows(kind, rows, mine_scores, mine, max(0, tile_low - chunk), padded_dim, state + HEADER * 4, ld)
+            values_rows(kind, rows, scores, groups, max(0, tile_low - chunk), padded_dim, state + HEADER * 4, ld)
         if (chunk + CHUNK) % SPLIT == 0 or chunk + CHUNK > last_key:
             for h in range(num_heads):
                 for m in range(rows):
@@ -150,17 +160,21 @@ def _attend(op, step, number, first_head, num_heads, thread, scale):  # type: ig
 
 
 @device
-def _point(groups, here, ahead, h, k_ld, v_ld, scales_ld):  # type: ignore[no-untyped-def]
-    """The four groups of the h-th head from those of the first. While its keys are read its values are asked for, and
-    with those the keys of the next chunk."""
+def _point(groups, here, ahead, h, num_heads, k_ld, v_ld, scales_ld):  # type: ignore[no-untyped-def]
+    """The four groups of the h-th head from those of the first. While its keys and values are read those of the next
+    head are asked for, or of the next chunk's first."""
     for at in range(0, 4 * GROUP_FIELDS, GROUP_FIELDS):
         set_i64(groups, at + GROUP_K, get_i64(here, at + GROUP_K) + h * k_ld)
         set_i64(groups, at + GROUP_V, get_i64(here, at + GROUP_V) + h * v_ld)
         set_i64(groups, at + GROUP_K_SCALES, get_i64(here, at + GROUP_K_SCALES) + h * scales_ld)
         set_i64(groups, at + GROUP_V_SCALES, get_i64(here, at + GROUP_V_SCALES) + h * scales_ld)
         set_i64(groups, at + GROUP_COUNT, get_i64(here, at + GROUP_COUNT))
-        set_i64(groups, at + GROUP_NEXT_K, get_i64(here, at + GROUP_V) + h * v_ld)
-        set_i64(groups, at + GROUP_NEXT_V, get_i64(ahead, at + GROUP_K) + h * k_ld)
+        if h + 1 < num_heads:
+            set_i64(groups, at + GROUP_NEXT_K, get_i64(here, at + GROUP_K) + (h + 1) * k_ld)
+            set_i64(groups, at + GROUP_NEXT_V, get_i64(here, at + GROUP_V) + (h + 1) * v_ld)
+        else:
+            set_i64(groups, at + GROUP_NEXT_K, get_i64(ahead, at + GROUP_K))
+            set_i64(groups, at + GROUP_NEXT_V, get_i64(ahead, at + GROUP_V))
 
 
 @device
@@ -204,6 +218,20 @@ def _locate(groups, key, last, index, within, table, op, head, kv_heads, size, p
         if within >= padded:
             index, within = index + 1, 0
     return index, within
+
+
+@device
+def _locate_first(groups, op, step, number, head, size, padded, dim_bytes, row_bytes,  # type: ignore[no-untyped-def]
+                  item):
+    """Fill four groups with the first keys of a task, to be asked for."""
+    task = get_i64(step, st.TASKS) + number * (8 * TASK_FIELDS)
+    position, window = get_i64(task, POSITION), get_i64(step, st.WINDOW)
+    low = pool_order(max(0, position - window + 1), size, padded) if window > 0 else 0
+    high = pool_order(position + get_i64(task, COUNT) - 1, size, padded)
+    key = max(get_i64(task, BEGIN) * SPLIT, low // CHUNK * CHUNK)
+    table = get_i64(step, st.TABLE) + get_i64(task, REQUEST) * get_i64(step, st.TABLE_STRIDE) * 4
+    _locate(groups, key, high, key // padded, key % padded, table, op, head, get_i64(step, st.KV_HEADS), size, padded,
+            dim_bytes, row_bytes, item)
 
 
 @device

@@ -120,7 +120,7 @@ def make_scores(rows: int, form: str) -> Any:
             line = b.mul(loop.index, constant(I64, 64))
             with b.if_then(b.icmp_signed("!=", fetches, I64(0))):
                 for group in soon:
-                    prefetch(b, b.add(group, line))
+                    prefetch(b, b.add(group, line), 2)
             for m in range(rows):
                 for half, start in zip(cells[m], (q_rows[m], b.add(q_rows[m], padded_dim))):
                     quad = _spread_quad(b, b.add(start, at_q))
@@ -145,10 +145,10 @@ def make_values(rows: int, vectors: int, form: str) -> Any:
             for half in row:
                 for cell in half:
                     b.store(constant(VI, 0), cell)
+        soon = [read(b, offset(b, groups, 8 * (GROUP_FIELDS * g + GROUP_NEXT_V)), I64, 8) for g in range(4)]
         with cgutils.for_range(b, I64(4), intp=I64) as outer:
             group = b.add(groups, b.mul(outer.index, constant(I64, 8 * GROUP_FIELDS)))
-            v, next_v = (b.add(read(b, offset(b, group, 8 * field), I64, 8), column)
-                         for field in (GROUP_V, GROUP_NEXT_V))
+            v = b.add(read(b, offset(b, group, 8 * GROUP_V), I64, 8), column)
             with b.if_then(b.icmp_signed(">", read(b, offset(b, group, 8 * GROUP_COUNT), I64, 8), I64(0))):
                 with cgutils.for_range(b, I64(4), intp=I64) as inner:
                     keep_order(b)               # loads of four rounds at once would not find registers
@@ -156,8 +156,11 @@ def make_values(rows: int, vectors: int, form: str) -> Any:
                     lines = [b.add(first, b.mul(ld_v, constant(I64, key))) for key in range(4)]
                     parts = _interleaved(b, [b.add(v, line) for line in lines], vectors)
                     with b.if_then(b.icmp_signed("!=", fetches, I64(0))):
-                        for line in lines:
-                            prefetch(b, b.add(next_v, line))
+                        number = b.add(b.mul(outer.index, constant(I64, 4)), inner.index)
+                        line = b.add(b.mul(column, constant(I64, LANES)),
+                                     b.mul(number, constant(I64, LANES * vectors)))
+                        for group in soon:      # memory serves four streams faster than one
+                            prefetch(b, b.add(group, line), 2)
                     at_p = b.add(b.mul(outer.index, constant(I64, LANES)), b.mul(inner.index, constant(I64, 4)))
                     for m in range(rows):
                         for number, half in enumerate(cells[m]):

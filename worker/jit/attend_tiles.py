@@ -54,7 +54,7 @@ def make_scores(kind: int, rows: int) -> Any:
                 for g in range(0, 4, sharing):
                     soon = b.add(groups, b.mul(which, constant(I64, 8 * GROUP_FIELDS)))
                     soon = read(b, offset(b, soon, 8 * (GROUP_FIELDS * g + GROUP_NEXT_K)), I64, 8)
-                    prefetch(b, b.add(soon, line))
+                    prefetch(b, b.add(soon, line), 2)
             for m in range(rows):
                 value = spread(b, read(b, b.add(q_rows[m], at_q), F32, 4), VF)
                 for g in range(4):
@@ -79,8 +79,7 @@ def make_values(kind: int, rows: int, vectors: int) -> Any:
         size = LANES * ITEM_BYTES[kind]
         with cgutils.for_range(b, I64(4), intp=I64) as outer:
             group = b.add(groups, b.mul(outer.index, constant(I64, 8 * GROUP_FIELDS)))
-            v, next_v = (b.add(read(b, offset(b, group, 8 * field), I64, 8), column)
-                         for field in (GROUP_V, GROUP_NEXT_V))
+            v = b.add(read(b, offset(b, group, 8 * GROUP_V), I64, 8), column)
             skip = b.sub(first, b.mul(outer.index, constant(I64, LANES)))
             skip = b.select(b.icmp_signed(">", skip, I64(0)), skip, I64(0))
             at_group = b.mul(outer.index, constant(I64, 4 * LANES))
@@ -89,8 +88,8 @@ def make_values(kind: int, rows: int, vectors: int) -> Any:
                 at_v, at_p = b.mul(key, ld_v), b.add(at_group, b.mul(key, constant(I64, 4)))
                 parts = [_read_pool(b, kind, offset(b, b.add(v, at_v), size * i)) for i in range(vectors)]
                 if rows <= FEW_ROWS:
-                    for i in range(0, size * vectors, 64):
-                        prefetch(b, offset(b, b.add(next_v, at_v), i))
+                    number = b.add(b.mul(outer.index, constant(I64, LANES)), key)
+                    _fetch_values(b, groups, number, column, size * vectors)
                 for m in range(rows):
                     weight = spread(b, read(b, b.add(b.add(p, b.mul(ld_p, constant(I64, m))), at_p), F32, 4), VF)
                     for i in range(vectors):
@@ -99,6 +98,18 @@ def make_values(kind: int, rows: int, vectors: int) -> Any:
             for i in range(vectors):
                 write(b, offset(b, rows_at[m], 64 * i), b.load(cells[m][i]), 4)
     return make(types.void, (types.intp,) * 8, generate)
+
+
+def _fetch_values(b: Any, groups: Any, key: Any, column: Any, size: int) -> None:
+    """While one of 64 values is read, ask for as much of those that are wanted next: `size` bytes, of the four groups
+    in turn, because memory serves several streams faster than one."""
+    lines = max(1, size // 64)
+    for i in range(lines):
+        number = b.add(b.mul(key, constant(I64, lines)), constant(I64, i))
+        group = b.add(groups, b.mul(b.and_(number, constant(I64, 3)), constant(I64, 8 * GROUP_FIELDS)))
+        line = b.mul(b.lshr(number, constant(I64, 2)), constant(I64, min(64, size)))
+        start = b.add(read(b, offset(b, group, 8 * GROUP_NEXT_V), I64, 8), b.mul(column, constant(I64, LANES)))
+        prefetch(b, b.add(start, line), 2)
 
 
 Function = Callable[..., Any]

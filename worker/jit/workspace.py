@@ -31,8 +31,9 @@ class AttentionWorkspace:
         group, width = heads // kv_heads, padded(dim)
         self._row_floats = HEADER + width
         rows = padded(max(plan.MAX_ROWS, group * plan.SPLIT_QUERIES))
-        # A row's query, two states, scores, limits of two int64, base and factor; groups of two int32 a field.
-        num_groups = 4 * (2 + min(kv_heads, plan.MAX_ROWS))
+        # A row's query, two states, scores, limits of two int64, base and factor; three times four groups of two floats
+        # a field.
+        num_groups = 4 * 3
         floats = rows * (width + 2 * self._row_floats + CHUNK + 6) + num_groups * 2 * GROUP_FIELDS
         self._scratch = _floats((num_threads, padded(floats)))
         self.step[st.SCRATCH], self.step[st.SCRATCH_BYTES] = self._scratch.ctypes.data, self._scratch.strides[0]
