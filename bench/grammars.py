@@ -4,12 +4,12 @@
 
 A real engine with a tiny model, whose worker sleeps a step's time in place of computing it, so that the figure shows
 interference and not two busy cores. Streams run first alone, then while every hostile grammar is sent, one after the
-other, then every one that only looks hostile; in rounds, so that the machine's other work meets all three and each has
-about as many steps: the p99 of a few hundred is a matter of luck. A list that is through before its share of a round is
-over begins anew. Each time the grammars are written a little differently, so that none is remembered. Those that only
-look hostile may be accepted; of each one token is asked. Prints the slowest answers and one JSON object last; status 1
-if a hostile one is accepted, one of either took more than 2.5 s or failed, or the p99 gap of the streams rises by more
-than 10 %.
+other, each a millisecond after the answer to the last, then every one that only looks hostile; in rounds, so that the
+machine's other work meets all three and each has about as many steps: the p99 of a few hundred is a matter of luck. A
+list that is through before its share of a round is over begins anew. Each time the grammars are written a little
+differently, so that none is remembered. Those that only look hostile may be accepted; of each one token is asked.
+Prints the slowest answers and one JSON object last; status 1 if a hostile one is accepted, one of either took more than
+2.5 s or failed, or the p99 gap of the streams rises by more than 10 %.
 """
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from ipc.option_help import OptionParser
 
 LIMIT_S = 2.5
 MAX_RISE = 0.10
+TURN_S = 0.001                                  # from an answer to the next request, which comes by a socket in life
 Answers = dict[str, tuple[float, str]]
 
 
@@ -93,6 +94,7 @@ async def answer_all(llm: AsyncLLM, forms: list[Named], numbers: Iterator[int], 
     while True:
         number = next(numbers)
         for name, form in forms:
+            await asyncio.sleep(TURN_S)
             found = await answer(llm, variant(form, number))
             answers[name] = max(answers.get(name, found), found, key=lambda one: one[0])
         if time.monotonic() >= end:

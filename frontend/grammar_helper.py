@@ -19,6 +19,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
+from ipc.priority import pausing
 from ipc.structured_outputs import CHECK_ANSWER, PARSER_LIMITS, StructuredOutputs, grammar_text, one_line
 
 TIME_S = 2.0                                    # of CPU: on a busy machine a sound grammar takes longer
@@ -74,7 +75,8 @@ def serve(tokenizer: LLTokenizer, limits: LLParserLimits, is_busy: mmap.mmap) ->
         began = time.thread_time()              # a running timer makes the process's time coarse
         signal.setitimer(signal.ITIMER_PROF, TIME_S)            # its default action ends the process
         try:
-            problem = problem_with(decode(body), tokenizer, limits)
+            with pausing():
+                problem = problem_with(decode(body), tokenizer, limits)
         except MemoryError:
             problem = "it needs too much memory"
         signal.setitimer(signal.ITIMER_PROF, 0.0)

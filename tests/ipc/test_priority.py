@@ -48,3 +48,25 @@ def test_a_thread_gives_way_alone() -> None:
     with ThreadPoolExecutor(1, initializer=give_way_in_thread) as executor:
         assert executor.submit(own_niceness).result() == NICENESS
     assert own_niceness() == before
+
+
+PAUSES = """
+import hashlib, resource
+from ipc.priority import pausing
+
+def num_pauses():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 400_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+
+with pausing():
+    inside = num_pauses()
+print(inside, num_pauses())
+"""
+
+
+def test_a_thread_pauses_inside_one_long_call_of_a_library() -> None:
+    """It kept the core until the kernel's next tick from whoever had just been taken off it."""
+    found = subprocess.run([sys.executable, "-c", PAUSES], check=True, capture_output=True, text=True).stdout
+    inside, after = map(int, found.split())
+    assert inside > 20 and after < inside / 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 import json
 import re
 import select
+import threading
+import weakref
 from typing import Any
 
 import jsonschema
@@ -220,6 +222,17 @@ def test_compiled_grammars_are_kept_within_their_bytes():
         grammars.compile(b"%d" % number, StructuredOutputs(regex=str(number))).result()
     assert grammars._cached_bytes <= 5_000_000
     assert grammars.compile(b"0", StructuredOutputs(regex="0")) is not first
+
+
+def test_what_is_pushed_out_is_freed_by_the_compiling_thread():
+    """A step waited for it, 3 ms for a large one."""
+    grammars = Grammars(lambda: byte_vocabulary(VOCAB, [EOS]), cache_bytes=1)
+    threads: list[str] = []
+    weakref.finalize(grammars.compile(b"0", StructuredOutputs(regex="0")),
+                     lambda: threads.append(threading.current_thread().name))
+    for number in (1, 2, 3):
+        grammars.compile(b"%d" % number, StructuredOutputs(regex=str(number))).result()
+    assert len(threads) == 1 and threads[0].startswith("compile-grammars")
 
 
 def test_a_gguf_vocabulary_reads_its_characters_as_bytes():

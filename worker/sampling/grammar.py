@@ -23,7 +23,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from ipc.errors import FAULT, INVALID
-from ipc.priority import give_way_in_thread
+from ipc.priority import give_way_in_thread, pausing
 from ipc.structured_outputs import (COMPILED_BYTES, PARSER_LIMITS, StructuredOutputs, compiled_bytes, grammar_text,
                                     one_line)
 from worker.request_state import RequestState
@@ -90,11 +90,17 @@ class Grammars:
         size = compiled_bytes(key)
         self._cache[key] = compiled, size
         self._cached_bytes += size
+        old = []
         while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-            _, (_, freed) = self._cache.popitem(last=False)
+            _, (pushed_out, freed) = self._cache.popitem(last=False)
             self._cached_bytes -= freed
+            old.append(pushed_out)
+            del pushed_out
+        if old:                                 # to free one takes milliseconds, which a step would wait for
+            self._compiler.submit(old.clear)
         return compiled
 
+    @pausing()
     def _compile(self, spec: StructuredOutputs) -> LLMatcher:
         if self._tokenizer is None:
             self._tokenizer = self._load()
