@@ -1,9 +1,10 @@
 """Makes Triton's interpreter right for bfloat16 and float8, so that kernels can be proven on a CPU.
 
 The interpreter keeps bfloat16 as uint16 and float8 as uint8 and computes on those integers: errors of 1e9, no
-exception. Its conversions truncate where the hardware rounds to nearest even. `install` replaces the conversions by
-torch's, lets tl.dot see real numbers, and turns every other arithmetic on such values into an error: kernels cast to
-float32 first. It changes nothing when kernels are compiled.
+exception. Its conversions truncate where the hardware rounds to nearest even, and its maximum keeps a NaN where the
+hardware takes the number. `install` replaces the conversions by torch's, lets tl.dot see real numbers, takes the
+hardware's maximum, and turns every other arithmetic on narrow values into an error: kernels cast to float32 first. It
+changes nothing when kernels are compiled.
 It does not know any kernel. It touches internals of Triton, therefore `check_bf16_dot` proves the result.
 """
 
@@ -90,6 +91,8 @@ def _install() -> None:
         return old_unary(self, arg, op)
 
     builder.create_dot, builder.binary_op, builder.unary_op = create_dot, binary_op, unary_op
+    builder.create_maxnumf = lambda self, lhs, rhs: binary_op(self, lhs, rhs, np.fmax)
+    builder.create_minnumf = lambda self, lhs, rhs: binary_op(self, lhs, rhs, np.fmin)
     builder.cast_impl = lambda self, value, target: convert(value, target)
     builder.create_fp_to_fp = lambda self, value, target, rounding: convert(value, target)
 

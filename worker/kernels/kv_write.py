@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.kernels.configs import HEADS_PER_PROGRAM
-from worker.kernels.kv_quant import encode, scale_of
+from worker.kernels.kv_quant import encode, magnitude, scale_of
 from worker.kv_quant import LARGEST_CODE
 
 
@@ -34,8 +34,8 @@ def kv_write_kernel(
     k = tl.load(k_ptr + token * stride_k + at, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + token * stride_v + at, mask=mask, other=0.0).to(tl.float32)
     if LARGEST > 0:
-        k_scale = scale_of(tl.max(tl.abs(k), 1), LARGEST)
-        v_scale = scale_of(tl.max(tl.abs(v), 1), LARGEST)
+        k_scale = scale_of(tl.max(magnitude(k), 1), LARGEST)
+        v_scale = scale_of(tl.max(magnitude(v), 1), LARGEST)
         tl.store(k_scale_ptr + slot * num_heads + heads, k_scale, mask=heads < num_heads)
         tl.store(v_scale_ptr + slot * num_heads + heads, v_scale, mask=heads < num_heads)
         k = encode(k, k_scale, LARGEST, IS_INT8)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.kernels.configs import HEADS_PER_PROGRAM
-from worker.kernels.kv_quant import encode, scale_of
+from worker.kernels.kv_quant import encode, magnitude, scale_of
 from worker.kv_pool import write_kv
 from worker.kv_quant import LARGEST_CODE
 
@@ -71,7 +71,7 @@ def qkv_rope_kv_write_kernel(
     is_v = (heads >= num_rotated) & (heads < num_rotated + num_kv_heads)
     kv_heads = tl.where(is_k, heads - num_heads, heads - num_rotated)
     if LARGEST > 0:
-        scale = scale_of(tl.maximum(tl.max(tl.abs(y1), 1), tl.max(tl.abs(y2), 1)), LARGEST)
+        scale = scale_of(tl.maximum(tl.max(magnitude(y1), 1), tl.max(magnitude(y2), 1)), LARGEST)
         tl.store(k_scale_ptr + slot * num_kv_heads + kv_heads, scale, mask=is_k)
         tl.store(v_scale_ptr + slot * num_kv_heads + kv_heads, scale, mask=is_v)
         y1 = encode(y1, scale, LARGEST, IS_INT8)

@@ -112,6 +112,22 @@ def test_noise_equals_the_cpus_bit_for_bit(lanes: int) -> None:
     assert torch.equal(noise, philox_uniform_reference(*columns, lanes))
 
 
+@pytest.mark.parametrize("pool", [INT8, FP8])
+@pytest.mark.parametrize("lost", [float("nan"), float("inf"), float("-inf")])
+def test_a_head_with_a_value_that_is_no_number_is_none_as_a_whole_when_it_is_read(
+        pool: torch.dtype, lost: float) -> None:
+    """A maximum passes over NaN on a GPU: the head got the scale of its other values, and NaN the lowest code."""
+    cache, (k, v, qkv) = make_cache(3, 16, 2, 16, pool), (randn(2, 2, 16), randn(2, 2, 16), randn(2, 6, 16))
+    slots, tables = torch.tensor([16, 17]), torch.ones(2, 1, 16)
+    for write in (lambda: kv_write(cache, k, v, slots),
+                  lambda: qkv_rope_kv_write(qkv, tables, tables, cache, slots, num_heads=2)):
+        k[0, 1, 3] = v[0, 0, 9] = qkv[0, 2, 5] = qkv[0, 5, 0] = lost
+        write()
+        read = [dequantize(cache[at][1, :2], cache[2 + at][1, :2]) for at in (0, 1)]
+        assert sorted(int(part.isnan().all(-1).sum()) for part in read) == [1, 1]
+        assert all(bool(part[1].isfinite().all()) for part in read)
+
+
 @pytest.mark.parametrize("pool", POOLS)
 def test_kv_write_fills_the_slots_and_nothing_else(pool: torch.dtype) -> None:
     """Padding goes to the last slot, also when it is NaN."""
