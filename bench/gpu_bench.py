@@ -7,9 +7,13 @@ Does not know which kernels there are.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +54,16 @@ class Bench:
             return True
         self.rows.append({"name": name, "skipped": "time is up"})
         return False
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """What raises inside, a kernel or the device, is a failed check; what comes after it still runs."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.rows.append({"name": f"check: {name} ran to its end", "error": 1.0, "limit": 0.0, "ok": False,
+                              "raised": f"{type(error).__name__}: {error}"[:400]})
 
     def randn(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(dtype)
@@ -165,6 +179,23 @@ def measure_ceilings(bench: Bench) -> None:
     bench.report(f"ceiling: bf16 product {side}", seconds, operations=2 * side**3)
 
 
+def run_parts(bench: Bench, parts: Sequence[Callable[[Bench], object]], path: Path | None, head: dict[str, Any]
+              ) -> dict[str, Any]:
+    """Run the parts in order; the result for JSON. After each its lines are printed and everything so far is in the
+    file, so that an end by a time limit costs only the part it strikes."""
+    result: dict[str, Any] = {}
+    for part in parts:
+        begin = len(bench.rows)
+        with bench.attempt(part.__name__):
+            part(bench)
+        print_table(bench.rows[begin:], has_head=begin == 0)
+        result = {**head, "dry": bench.dry, "wrong": sum(row.get("ok") is False for row in bench.rows),
+                  "missed": missed(bench), "rows": bench.rows}
+        if path:
+            path.write_text(json.dumps(result, indent=1))
+    return result
+
+
 def capability_of_device() -> int:
     """Compute capability of the current device, 90 for 9.0."""
     major, minor = torch.cuda.get_device_capability()
@@ -203,9 +234,10 @@ def is_missed(row: dict[str, Any]) -> bool:
                 or (high is not None and value > high))
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(rows: list[dict[str, Any]], *, has_head: bool = True) -> None:
     """One line a result."""
-    print(f"{'what':52} {'us':>10} {'rate':>14} {'share':>6} {'target':>6}")
+    if has_head:
+        print(f"{'what':52} {'us':>10} {'rate':>14} {'share':>6} {'target':>6}")
     for row in rows:
         if "skipped" in row:
             print(f"{row['name']:52} skipped: {row['skipped']}")
@@ -227,3 +259,4 @@ def print_table(rows: list[dict[str, Any]]) -> None:
                 "" if row["target"] is None else f"{row['target']:.0%}{' !' if row['share'] < row['target'] else ''}"
             )
             print(f"{row['name']:52} {row['us']:>10} {rate:>14} {row['share']:>6.1%} {target:>6}")
+    sys.stdout.flush()

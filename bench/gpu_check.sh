@@ -77,7 +77,7 @@ step() { # name, command: run it, keep its log and status, go on
         return
     fi
     begin=$(date +%s)
-    timeout "$limit" "$@" >"$out/$name.log" 2>&1
+    timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1
     status=$?
     echo $status >"$out/$name.status"
     echo "$name: exit $status, $(($(date +%s) - begin)) s"
@@ -120,7 +120,7 @@ for name in warm compile kernels engine load transformers preemption; do
     case $name in
     compile) tail -n 2 "$out/$name.log" | head -n 1 ;;
     warm) tail -n 1 "$out/$name.log" ;;
-    *) sed '$d' "$out/$name.log" ;;
+    *) grep -v '^{' "$out/$name.log" ;;
     esac
 done
 [ -z "$failed" ] && echo "all steps passed" || echo "failed:$failed; logs in $out"

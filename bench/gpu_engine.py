@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_bench import (BF16, FP8, Bench, capability_of_device, make_bench, make_parser, measure_ceilings, missed,
-                             print_table)
+from bench.gpu_bench import (BF16, FP8, Bench, capability_of_device, make_bench, make_parser, measure_ceilings,
+                             run_parts)
 from bench.gpu_in_process import InProcessEngine, Setup, blocks_for, decoding_rows, make_runner, random_model
 from ipc.aliases import ALIASES
 from ipc.capacity import weight_count
@@ -268,35 +268,58 @@ def measure_pool(bench: Bench, config: ModelConfig) -> None:
                            "at_least": None if bench.dry else 1.95})
 
 
-def measure_models(bench: Bench) -> None:
-    """Both shapes, one after the other in memory."""
-    rows, context, chunk = (2, 20, 24) if bench.dry else (64, 1024, 8192)
-    small = random_model(shape(bench, "qwen3-0.6b"), BF16, bench.device)
-    time_decode(bench, "decode 1 row, qwen3-0.6b", small, 1, context, None, limit_us=1300)
-    time_decode(bench, f"decode {rows} rows x {context}, qwen3-0.6b", small, rows, context, None)
-    del small
-    collect(bench)
-    large = random_model(shape(bench, "qwen3-8b"), BF16, bench.device)
-    measure_pool(bench, large.config)
-    time_decode(bench, "decode 1 row, qwen3-8b", large, 1, context, 0.85)
-    time_decode(bench, f"decode {rows} rows x {context}, qwen3-8b", large, rows, context, 0.75, gap_us=50)
-    time_prefill(bench, large, chunk, 0.55)
-    measure_throughput(bench, large)
+class Figures:
+    """The figures of whole models, each a part of its own; one model is in memory at a time."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench, self._name = bench, ""
+        self._model: FlatModel | None = None
+        self.rows, self.context, self.chunk = (2, 20, 24) if bench.dry else (64, 1024, 8192)
+
+    def model(self, name: str) -> FlatModel:
+        """Random weights, made when they are not there."""
+        if self._model is None or name != self._name:
+            self._model = None
+            collect(self._bench)
+            self._name, self._model = name, random_model(shape(self._bench, name), BF16, self._bench.device)
+        return self._model
+
+    def decode_of_the_small_model(self, bench: Bench) -> None:
+        time_decode(bench, "decode 1 row, qwen3-0.6b", self.model("qwen3-0.6b"), 1, self.context, None, limit_us=1300)
+
+    def decode_one_row(self, bench: Bench) -> None:
+        time_decode(bench, "decode 1 row, qwen3-8b", self.model("qwen3-8b"), 1, self.context, 0.85)
+
+    def decode_many_rows(self, bench: Bench) -> None:
+        time_decode(bench, f"decode {self.rows} rows x {self.context}, qwen3-8b", self.model("qwen3-8b"), self.rows,
+                    self.context, 0.75, gap_us=50)
+
+    def prefill(self, bench: Bench) -> None:
+        time_prefill(bench, self.model("qwen3-8b"), self.chunk, 0.55)
+
+    def throughput(self, bench: Bench) -> None:
+        measure_throughput(bench, self.model("qwen3-8b"))
+
+    def pool(self, bench: Bench) -> None:
+        measure_pool(bench, shape(bench, "qwen3-8b"))
+
+    def decode_many_rows_of_the_small_model(self, bench: Bench) -> None:
+        time_decode(bench, f"decode {self.rows} rows x {self.context}, qwen3-0.6b", self.model("qwen3-0.6b"), self.rows,
+                    self.context, None)
 
 
 def main() -> None:
     """See the module."""
     args, bench = make_bench(make_parser(__doc__, 240.0))
-    for part in (measure_ceilings, check_tokens, check_no_waits, measure_models):
-        part(bench)
-    print_table(bench.rows)
-    wrong = sum(row.get("ok") is False for row in bench.rows)
-    result = {"benchmark": "gpu_engine", "chip": "interpreter" if args.dry else torch.cuda.get_device_name(),
-              "torch": torch.__version__, "dry": args.dry, "wrong": wrong, "missed": missed(bench), "rows": bench.rows}
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
+    head = {"benchmark": "gpu_engine", "chip": "interpreter" if args.dry else torch.cuda.get_device_name(),
+            "torch": torch.__version__}
+    figures = Figures(bench)
+    parts = (measure_ceilings, check_no_waits, check_tokens, figures.pool, figures.decode_of_the_small_model,
+             figures.decode_one_row, figures.decode_many_rows, figures.prefill, figures.throughput,
+             figures.decode_many_rows_of_the_small_model)
+    result = run_parts(bench, parts, args.json, head)
     print(json.dumps({**result, "rows": len(bench.rows)}))
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if result["wrong"] else 0)
 
 
 if __name__ == "__main__":

@@ -32,15 +32,15 @@ from bench.gpu_bench import (
     make_bench,
     make_parser,
     measure_ceilings,
-    missed,
-    print_table,
+    run_parts,
 )
 from bench.gpu_products import check_products, check_sampler, measure_products
 from worker.attention import triton_paged
 from worker.attention.triton_paged import TritonBackend
 from worker.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from worker.kernels.argmax import argmax, argmax_reference
-from worker.kernels.configs import TileConfig
+from worker.kernels.chip import chip_of
+from worker.kernels.configs import TileConfig, shared_estimate, shared_limit
 from worker.kernels.embedding import embedding, embedding_reference
 from worker.kernels.paged_attention import paged_attention_reference
 from worker.kernels.philox import philox_uniform, philox_uniform_reference
@@ -65,7 +65,7 @@ def check_kernels(bench: Bench) -> None:
         "mixed": ([1, long // 2, 1, 5, 1], [long, long // 2, 0, 60 if not bench.dry else 30, 16]),
         "chunk behind a context": ([long // 3], [long]),
     }
-    pools = [BF16, INT8] + ([FP8] if bench.dry or capability_of_device() >= FP8_CAPABILITY else [])
+    pools = pools_of(bench)
     for dim, heads, kv_heads, block in [(128, 32, 8, 16), (64, 14, 2, 32), (96, 6, 6, 16), (256, 8, 1, 64)]:
         if bench.dry:
             heads, kv_heads = heads // kv_heads, 1
@@ -76,13 +76,18 @@ def check_kernels(bench: Bench) -> None:
                 meta, cache = make_batch(bench, query_lens, seq_lens, block, kv_heads, dim, pool)
                 q = bench.randn(sum(query_lens), heads, dim)
                 for window in (0, 33):
-                    actual = backend.forward(q, cache, meta, window=window)
-                    expected = paged_attention_reference(q.float(), cache, meta, window=window)
-                    bench.check(f"{label} window={window}", actual, expected, 2e-2)
-    check_row_kernels(bench, pools)
+                    with bench.attempt(f"{label} window={window}"):
+                        actual = backend.forward(q, cache, meta, window=window)
+                        expected = paged_attention_reference(q.float(), cache, meta, window=window)
+                        bench.check(f"{label} window={window}", actual, expected, 2e-2)
 
 
-def check_row_kernels(bench: Bench, pools: list[torch.dtype]) -> None:
+def pools_of(bench: Bench) -> list[torch.dtype]:
+    """Those that the device computes with."""
+    return [BF16, INT8] + ([FP8] if bench.dry or capability_of_device() >= FP8_CAPABILITY else [])
+
+
+def check_row_kernels(bench: Bench) -> None:
     """The kernels without attention."""
     if not bench.wants("row kernels"):
         return
@@ -105,7 +110,7 @@ def check_row_kernels(bench: Bench, pools: list[torch.dtype]) -> None:
     seeds = torch.randint(-(1 << 62), 1 << 62, (n,), generator=bench.generator, device=bench.device)
     noise = philox_uniform(seeds, seeds.int(), seeds.abs(), 9)
     bench.check("philox, bit for bit", noise, philox_uniform_reference(seeds, seeds.int(), seeds.abs(), 9), 0.0)
-    for pool in pools:
+    for pool in pools_of(bench):
         meta, ours_pool = make_batch(bench, [1] * n, [20 + i for i in range(n)], 16, 2, 128, pool)
         theirs_pool = tuple(t.clone() for t in ours_pool)
         qkv, angles, norm = (
@@ -161,7 +166,8 @@ def time_decode(
         for _ in range(copies)
     ]
     calls = [partial(backend.forward, q, cache, meta) for (meta, cache), q in inputs]
-    bench.report(name, bench.seconds(calls), bytes_moved=needed, target=target)
+    with bench.attempt(name):
+        bench.report(name, bench.seconds(calls), bytes_moved=needed, target=target)
 
 
 def time_prefill(
@@ -184,12 +190,9 @@ def time_prefill(
     meta, cache = make_batch(bench, query_lens, seq_lens, block_size, kv_heads, dim, pool)
     q = bench.randn(sum(query_lens), heads, dim)
     pairs = sum(t * n - t * (t - 1) // 2 for t, n in zip(query_lens, seq_lens, strict=True))
-    bench.report(
-        name,
-        bench.seconds([lambda: backend.forward(q, cache, meta)]),
-        operations=4.0 * dim * heads * pairs,
-        target=target,
-    )
+    with bench.attempt(name):
+        bench.report(name, bench.seconds([lambda: backend.forward(q, cache, meta)]),
+                     operations=4.0 * dim * heads * pairs, target=target)
 
 
 def measure_attention(bench: Bench) -> None:
@@ -267,7 +270,9 @@ def measure_rows(bench: Bench) -> None:
         time_call(f"argmax {n}", 4.0 * n * vocab, partial(make_argmax, n))
 
 
-PARTS = (check_kernels, check_products, check_sampler, measure_attention, measure_rows, measure_products)
+# By worth: the time may not be enough for all.
+PARTS = (check_kernels, check_row_kernels, measure_attention, measure_rows, check_products, check_sampler,
+         measure_products)
 
 
 def _fixed_tile(tile: TileConfig, *shape: int) -> TileConfig:
@@ -291,17 +296,10 @@ def tune(bench: Bench) -> None:
                 for tile in candidates:
                     triton_paged.attention_config = partial(_fixed_tile, tile)
                     label = f"D={dim} {name} {tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
-                    try:
-                        time_prefill(
-                            bench,
-                            label,
-                            query_lens,
-                            seq_lens,
-                            dim=dim,
-                            **small,
-                        )
-                    except triton.runtime.errors.OutOfResources as error:
-                        bench.rows.append({"name": label, "skipped": str(error)[:60]})
+                    if shared_estimate(tile, dim, 2, 2) > shared_limit(chip_of(torch.device(bench.device)).capability):
+                        bench.rows.append({"name": label, "skipped": "more shared memory than a block may use"})
+                    else:
+                        time_prefill(bench, label, query_lens, seq_lens, dim=dim, **small)
     finally:
         triton_paged.attention_config = original
 
@@ -311,27 +309,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__, 240.0, "launch.py bench gpu-kernels")
     parser.add_argument("--tune", action="store_true")
     args, bench = make_bench(parser, argv)
+    parts = (measure_ceilings, *((tune,) if args.tune else PARTS))
+    head = {"benchmark": "gpu_kernels", "chip": "interpreter" if args.dry else torch.cuda.get_device_name(),
+            "torch": torch.__version__, "triton": triton.__version__}
     with torch.inference_mode():
-        measure_ceilings(bench)
-        for part in (tune,) if args.tune else PARTS:
-            part(bench)
-    print_table(bench.rows)
-    wrong = sum(row.get("ok") is False for row in bench.rows)
-    chip = "interpreter" if args.dry else torch.cuda.get_device_name()
-    result = {
-        "benchmark": "gpu_kernels",
-        "chip": chip,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "dry": args.dry,
-        "wrong": wrong,
-        "missed": missed(bench),
-        "rows": bench.rows,
-    }
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
+        result = run_parts(bench, parts, args.json, head)
     print(json.dumps({**result, "rows": len(bench.rows)}))
-    return 1 if wrong else 0
+    return 1 if result["wrong"] else 0
 
 
 if __name__ == "__main__":

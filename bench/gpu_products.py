@@ -110,5 +110,6 @@ def measure_products(bench: Bench) -> None:
 def _report(bench: Bench, name: str, call: Callable[[], object], nbytes: int, products: int) -> None:
     """Against the bandwidth where that takes longer than the products, else against their rate."""
     is_bound_by_bytes = nbytes / bench.copy_rate > 2 * products / bench.matmul_rate
-    bench.report(name, bench.seconds([call]), bytes_moved=nbytes if is_bound_by_bytes else 0.0,
-                 operations=2.0 * products)
+    with bench.attempt(name):
+        bench.report(name, bench.seconds([call]), bytes_moved=nbytes if is_bound_by_bytes else 0.0,
+                     operations=2.0 * products)

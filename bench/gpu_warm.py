@@ -63,7 +63,9 @@ def compile_only() -> None:
 
 def warm_model(bench: Bench, config: ModelConfig, dtype: torch.dtype) -> None:
     """What steps of this shape launch."""
-    if bench.wants(config.architecture):
+    if not bench.wants(config.architecture):
+        return
+    with bench.attempt(config.architecture):
         model = random_model(msgspec.structs.replace(config, num_hidden_layers=1), dtype, bench.device)
         budget = 16 if bench.dry else 8192
         setup = Setup(8, seats=min(256, budget), budget=budget, max_model_len=1024, graphs="static")
@@ -96,8 +98,9 @@ def main() -> int:
         warm_model(bench, checked_config(bench), dtype)
     with torch.inference_mode():
         for part in gpu_kernels.PARTS:
-            part(bench)
-    return 0
+            with bench.attempt(part.__name__):
+                part(bench)
+    return int(any("ok" in row for row in bench.rows))
 
 
 if __name__ == "__main__":

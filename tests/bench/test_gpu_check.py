@@ -1,6 +1,7 @@
 """The GPU run without a GPU: its script keeps to its time and tells every failure, its loader figures hang together."""
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -14,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from bench import gpu_load  # noqa: E402
-from bench.gpu_bench import Bench, is_missed  # noqa: E402
+from bench.gpu_bench import Bench, is_missed, run_parts  # noqa: E402
 from bench.gpu_engine import is_near_tie, shape  # noqa: E402
 from bench.gpu_in_process import random_model  # noqa: E402
 
@@ -41,12 +42,32 @@ def test_each_step_runs_and_a_failure_is_named_without_ending_the_others(tmp_pat
 
 
 def test_nothing_goes_on_when_the_time_is_up(tmp_path: Path) -> None:
-    """A step that hangs is ended, the next ones are not begun, and the result says so."""
+    """A step that hangs is ended, also if it hears no signal; the next ones are not begun, the result says so and
+    shows what the step had found."""
     begin = time.monotonic()
-    done = run_script(tmp_path, 'case "$*" in *gpu_kernels*) exec sleep 50;; esac', LIMIT_S="6")
+    hang = 'case "$*" in *gpu_kernels*) echo "a figure"; trap "" TERM; sleep 50 & wait; wait;; esac'
+    done = run_script(tmp_path, hang, LIMIT_S="6")
     assert time.monotonic() - begin < 40
-    assert "kernels: exit 124" in done.stdout and "load: skipped, time is up" in done.stdout
-    assert done.returncode == 1 and "kernels(124) engine(skipped) load(skipped)" in done.stdout
+    assert "kernels: exit 137" in done.stdout and "load: skipped, time is up" in done.stdout
+    assert "== kernels\na figure\n" in done.stdout
+    assert done.returncode == 1 and "kernels(137) engine(skipped) load(skipped)" in done.stdout
+
+
+def test_a_part_that_raises_is_a_failed_check_and_what_was_found_is_kept(tmp_path: Path) -> None:
+    bench, seen = Bench("cpu", True, time.monotonic() + 100), []
+
+    def first(bench: Bench) -> None:
+        bench.rows.append({"name": "check: first", "error": 0.0, "limit": 0.0, "ok": True})
+
+    def broken(bench: Bench) -> None:
+        seen.append(json.loads((tmp_path / "rows.json").read_text())["rows"])
+        raise RuntimeError("an illegal memory access was encountered")
+
+    result = run_parts(bench, (first, broken, first), tmp_path / "rows.json", {"benchmark": "b"})
+    assert [row["name"] for row in seen[0]] == ["check: first"]
+    assert [row["ok"] for row in bench.rows] == [True, False, True] and result["wrong"] == 1
+    assert bench.rows[1]["raised"] == "RuntimeError: an illegal memory access was encountered"
+    assert json.loads((tmp_path / "rows.json").read_text()) == json.loads(json.dumps(result))
 
 
 def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
