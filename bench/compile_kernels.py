@@ -5,8 +5,9 @@
 The serving code's own launches are compiled: the wrappers run on CPU tensors under a driver that compiles for the named
 chip and starts nothing. So the table shows the very variants a GPU will run: registers, stack (spills), shared memory
 against the chip's limit, and which matrix and copy instructions the machine code contains (HGMMA, QGMMA: wgmma; HMMA,
-IMMA: mma; LDGSTS: asynchronous copies). Exit status 1 if one spills, does not fit, or lacks its matrix instructions.
-The last line of output is one JSON object.
+IMMA: mma; LDGSTS: asynchronous copies). `ahead`: copies that are still on their way when a tile that has arrived is
+computed; with none, memory and arithmetic take turns. Exit status 1 if one spills, does not fit, lacks its matrix
+instructions, or is an attention without copies ahead. The last line of output is one JSON object.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def inspect_machine_code(compiled: Any) -> dict[str, int]:
         "stack": int(found[2]),
         "shared": int(compiled.metadata.shared),
         "warps": int(compiled.metadata.num_warps),
+        "ahead": max(map(int, re.findall(r"ttg.async_wait .*num = (\d+)", compiled.asm["ttgir"])), default=0),
         **{name: counts[name] for name in _OPCODES if counts[name]},
     }
 
@@ -318,6 +320,8 @@ def compile_case(name: str, case: Case, needs_matrix: bool, capability: int) -> 
             row["problems"].append(f"shared memory {row['shared']} over {shared_limit(capability)}")
         if needs_matrix and kernel in _MATRIX_KERNELS and not any(row.get(op) for op in _MATRIX):
             row["problems"].append("no matrix instructions")
+        if kernel == "paged_attention_kernel" and "f32" not in name and not row["ahead"]:
+            row["problems"].append("no keys are on their way while others are computed")
         rows.append(row)
     return rows
 
@@ -361,13 +365,14 @@ def count_variants(capability: int) -> tuple[int, int]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """One line a kernel."""
-    print(f"{'case':24} {'kernel':20} {'sm':>4} {'warps':>5} {'regs':>5} {'stack':>5} {'shared':>7}  instructions")
+    print(f"{'case':24} {'kernel':20} {'sm':>4} {'warps':>5} {'regs':>5} {'stack':>5} {'shared':>7} {'ahead':>5}  "
+          "instructions")
     for row in rows:
         mix = " ".join(f"{op}:{row[op]}" for op in _OPCODES if op in row)
         flag = "  <-- " + "; ".join(row["problems"]) if row["problems"] else ""
         print(
             f"{row['case']:24} {row['kernel']:20} {row['capability']:>4} {row['warps']:>5} {row['registers']:>5} "
-            f"{row['stack']:>5} {row['shared']:>7}  {mix}{flag}"
+            f"{row['stack']:>5} {row['shared']:>7} {row['ahead']:>5}  {mix}{flag}"
         )
 
 

@@ -98,6 +98,14 @@ def test_chunks_use_the_chips_own_matrix_instructions(rows: list[dict[str, Any]]
         assert row.get("LDGSTS"), row
 
 
+def test_keys_are_on_their_way_while_others_are_computed(rows: list[dict[str, Any]]) -> None:
+    """The block table was read with the keys it leads to. Triton then spends its stages on the table, and every tile
+    waited for its own keys with nothing behind it."""
+    attention = [row for row in rows if row["kernel"] == "paged_attention"]
+    assert len(attention) == 11
+    assert all(row["ahead"] >= 2 for row in attention), [(row["case"], row["ahead"]) for row in attention]
+
+
 def test_decodes_use_matrix_instructions_and_asynchronous_copies(rows: list[dict[str, Any]]) -> None:
     """A tile of 16 rows is below a warpgroup's 64, so it is plain mma everywhere."""
     decodes = [row for row in rows if row["kernel"] == "paged_attention" and row["case"].startswith("decode")]

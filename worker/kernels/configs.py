@@ -47,6 +47,8 @@ _FEW_ROWS: dict[int, list[TileConfig]] = {
     128: [TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2), TileConfig(16, 32, 4, 2), TileConfig(16, 16, 4, 1)],
     256: [TileConfig(16, 32, 4, 3), TileConfig(16, 32, 4, 2), TileConfig(16, 16, 4, 2), TileConfig(16, 16, 4, 1)],
 }
+# Of codes: a tile is half as large, so one more can be on its way.
+_FEW_ROWS_NARROW_POOL: dict[int, list[TileConfig]] = {**_FEW_ROWS, 128: [TileConfig(16, 64, 4, 4), *_FEW_ROWS[128]]}
 # Up to 32 rows: drafts to verify, or many query heads per KV head.
 _SOME_ROWS: dict[int, list[TileConfig]] = {
     64: [TileConfig(32, 64, 4, 3), TileConfig(32, 32, 4, 2)],
@@ -56,20 +58,20 @@ _SOME_ROWS: dict[int, list[TileConfig]] = {
 _MANY_ROWS_HOPPER: dict[int, list[TileConfig]] = {
     64: [TileConfig(128, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 1)],
     128: [TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 2), TileConfig(64, 32, 4, 2), TileConfig(64, 16, 4, 1)],
-    256: [TileConfig(128, 32, 8, 2), TileConfig(64, 32, 8, 2), TileConfig(64, 32, 8, 1), TileConfig(32, 16, 4, 1)],
+    256: [TileConfig(128, 32, 8, 3), TileConfig(64, 32, 8, 2), TileConfig(64, 32, 8, 1), TileConfig(32, 16, 4, 1)],
 }
 _MANY_ROWS_AMPERE: dict[int, list[TileConfig]] = {
     64: [TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 1)],
-    128: [TileConfig(128, 64, 8, 2), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(64, 16, 4, 1)],
+    128: [TileConfig(128, 64, 8, 3), TileConfig(128, 32, 8, 3), TileConfig(64, 32, 4, 2), TileConfig(64, 16, 4, 1)],
     256: [TileConfig(64, 32, 8, 2), TileConfig(64, 32, 8, 1), TileConfig(32, 16, 8, 1)],
 }
 _MANY_ROWS_NARROW_POOL: dict[int, list[TileConfig]] = {
     64: [TileConfig(128, 32, 8, 3), TileConfig(64, 32, 4, 2)],
     128: [TileConfig(128, 32, 8, 3), TileConfig(64, 32, 8, 2)],
-    256: [TileConfig(64, 32, 8, 2), TileConfig(64, 16, 8, 1)],
+    256: [TileConfig(64, 16, 8, 3), TileConfig(64, 16, 8, 1)],
 }
 _MANY_ROWS_NARROW_POOL_BLACKWELL: dict[int, list[TileConfig]] = {
-    64: [TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3)],
+    64: [TileConfig(128, 32, 8, 3), TileConfig(64, 64, 4, 3)],
     128: [TileConfig(128, 32, 8, 3), TileConfig(64, 32, 4, 2)],
     256: [TileConfig(128, 32, 8, 2), TileConfig(64, 32, 4, 2)],
 }
@@ -104,7 +106,7 @@ def attention_config(
             return _FLOAT32_LARGE_GROUP
         table = _FLOAT32
     elif num_rows <= 16:
-        table = _FEW_ROWS
+        table = _FEW_ROWS_NARROW_POOL if kv_bytes < q_bytes else _FEW_ROWS
     elif num_rows <= 32:
         table = _SOME_ROWS
     elif kv_bytes < q_bytes:
@@ -147,7 +149,7 @@ def linear_config(num_rows: int, item_bytes: int, is_int4: bool) -> MatmulConfig
     if num_rows <= 16:
         return MatmulConfig(16, 64, 128, 4, 3)
     if num_rows <= 64:
-        return MatmulConfig(64, 64, 128, 4, 2)
+        return MatmulConfig(64, 64, 128, 4, 2 if is_int4 else 3)
     return MatmulConfig(128, 64, 128, 8, 2) if is_int4 else MatmulConfig(128, 128, 64, 8, 3)
 
 

@@ -64,25 +64,37 @@ def find_tile(starts_ptr, lens_ptr, num_reqs, tile, window, min_tiles, num_split
 
 
 @triton.jit
+def _load_blocks(table_ptr, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The block of each of the BLOCK_N keys from `begin` on, or one if they lie in one."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table_ptr + begin // BLOCK_SIZE, mask=begin < end, other=0)
+    else:
+        keys = begin + tl.arange(0, BLOCK_N)
+        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
+    return block
+
+
+@triton.jit
 def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lo, hi, end,
               kv_head, scale, softcap, window, stride_slot, num_kv_heads, D: tl.constexpr, BLOCK_D: tl.constexpr,
               BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
               HAS_SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr):
     """Online softmax over keys lo .. hi, both multiples of BLOCK_N unless MASKED. In base 2: `scale` includes log2 e,
-    except under a softcap, which needs the scores as they are."""
+    except under a softcap, which needs the scores as they are.
+
+    A tile's blocks are read from the table one tile ahead. Were they read with the tile, Triton would copy them through
+    shared memory as a stage of its own, and no tile of keys would be on its way while another is computed.
+    """
     first_key = tl.min(q_position, 0) - window + 1  # older ones are seen by no query; their blocks may be gone
     offsets_d = tl.arange(0, BLOCK_D)
+    block = _load_blocks(table_ptr, lo, end, BLOCK_N, BLOCK_SIZE)
     for begin in range(lo, hi, BLOCK_N):
         keys = begin + tl.arange(0, BLOCK_N)
-        if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
-            block = tl.load(table_ptr + begin // BLOCK_SIZE).to(tl.int64)
-            slots = block * BLOCK_SIZE + begin % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-        elif MASKED:
-            block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
-            slots = block * BLOCK_SIZE + keys % BLOCK_SIZE
+        if BLOCK_SIZE % BLOCK_N == 0:
+            slots = block.to(tl.int64) * BLOCK_SIZE + begin % BLOCK_SIZE + tl.arange(0, BLOCK_N)
         else:
-            block = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
-            slots = block * BLOCK_SIZE + keys % BLOCK_SIZE
+            slots = block.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
+        block = _load_blocks(table_ptr, begin + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)
         at = slots[:, None] * stride_slot + (kv_head * D + offsets_d)[None, :]
         if MASKED:
             is_key = keys < end
@@ -98,7 +110,7 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
             k = tl.load(k_ptr + at)
         if k.dtype != q.dtype:
             k = k.to(tl.float32).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         if QUANTIZED:
             scale_at = slots * num_kv_heads + kv_head
             if MASKED:
@@ -107,8 +119,10 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
             else:
                 k_scale = tl.load(k_scale_ptr + scale_at).to(tl.float32)
                 v_scale = tl.load(v_scale_ptr + scale_at).to(tl.float32)
-            scores = scores * k_scale[None, :]
+            scores = scores * (k_scale * scale)[None, :]
         if HAS_SOFTCAP:  # cap * tanh(x / cap), tanh(y) = 1 - 2 / (e^2y + 1)
+            if not QUANTIZED:
+                scores = scores * scale
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / softcap)) + 1.0))
             scores = scores * 1.4426950408889634
         if MASKED:
@@ -116,12 +130,18 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
             if HAS_WINDOW:
                 visible = visible & (keys[None, :] > q_position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        if QUANTIZED or HAS_SOFTCAP:
+            new_highest = tl.maximum(highest, tl.max(scores, 1))
+        else:  # the largest is the same one before it is scaled
+            new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
         if MASKED:  # a row may have seen no key yet
             base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         else:
             base = new_highest
-        weights = tl.exp2(scores - base[:, None])
+        if QUANTIZED or HAS_SOFTCAP:
+            weights = tl.exp2(scores - base[:, None])
+        else:
+            weights = tl.exp2(scores * scale - base[:, None])
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
         if QUANTIZED:
