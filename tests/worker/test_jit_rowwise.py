@@ -67,7 +67,8 @@ def test_add_norm_and_quantization(rows: int, has_delta: bool, width: int, block
     before, quantized = residual.clone(), Quantized(rows, width, block)
     run(pg.NORM, {norm.RESIDUAL: at(residual), norm.DELTA: at(delta) if has_delta else 0, norm.LD_DELTA: 4 * 1152,
                   norm.WEIGHT: at(weight), norm.SIZE: width, norm.EPS_BITS: pg.float_bits(1e-5), norm.OUT: at(out),
-                  norm.Q: at(quantized.q), norm.SIDE: at(quantized.side), norm.LD_SIDE: side_bytes(width, block)}, rows)
+                  norm.LD_OUT: 4 * width, norm.Q: at(quantized.q), norm.SIDE: at(quantized.side),
+                  norm.LD_SIDE: side_bytes(width, block)}, rows)
     total = before + delta[:, :width] if has_delta else before
     assert torch.equal(residual, total)
     torch.testing.assert_close(out, F.rms_norm(total, (width,), weight, 1e-5), atol=1e-6, rtol=1e-5)
@@ -79,12 +80,14 @@ def test_silu_times_up_and_quantization(rows: int) -> None:
     width = 64
     both, out, quantized = normal(rows, 160) * 5, torch.zeros(rows, width), Quantized(rows, width)
     both[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -88.0])
-    run(pg.SILU, {silu.GATE_UP: at(both), silu.LD_GATE_UP: 4 * 160, silu.SIZE: width, silu.OUT: at(out),
-                  silu.Q: at(quantized.q), silu.SIDE: at(quantized.side), silu.LD_SIDE: side_bytes(width)}, rows)
+    run(pg.SILU, {silu.GATE_UP: at(both), silu.LD_GATE_UP: 4 * 160, silu.SIZE: width, silu.PAIR: width,
+                  silu.OUT: at(out), silu.Q: at(quantized.q), silu.SIDE: at(quantized.side),
+                  silu.LD_SIDE: side_bytes(width)}, rows)
     torch.testing.assert_close(out, F.silu(both[:, :width]) * both[:, width:2 * width], atol=1e-6, rtol=1e-5)
     quantized.check(out)
     both[0, 0] = float("nan")
-    run(pg.SILU, {silu.GATE_UP: at(both), silu.LD_GATE_UP: 4 * 160, silu.SIZE: width, silu.OUT: at(out)}, rows)
+    run(pg.SILU, {silu.GATE_UP: at(both), silu.LD_GATE_UP: 4 * 160, silu.SIZE: width, silu.PAIR: width,
+                  silu.OUT: at(out)}, rows)
     assert out[0, 0].isnan() and torch.isfinite(out[0, 1:]).all()
 
 

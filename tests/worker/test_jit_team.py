@@ -35,7 +35,8 @@ class Adding:
         for _ in range(num_ops):
             self.program.add(pg.NORM, {norm.RESIDUAL: self.residual.ctypes.data, norm.DELTA: self.delta.ctypes.data,
                                        norm.LD_DELTA: 4 * WIDTH, norm.WEIGHT: weight.ctypes.data, norm.SIZE: WIDTH,
-                                       norm.EPS_BITS: pg.float_bits(1e-6), norm.OUT: self.out.ctypes.data})
+                                       norm.EPS_BITS: pg.float_bits(1e-6), norm.OUT: self.out.ctypes.data,
+                                       norm.LD_OUT: 4 * WIDTH})
         self.step[st.NUM_ROWS] = rows
 
     def run(self) -> None:

@@ -21,6 +21,7 @@ from ipc.model_source import ModelFiles  # noqa: E402
 from worker.jit import build, features  # noqa: E402
 from worker.linear import table  # noqa: E402
 from worker.linear.formats import FLOAT32, INT8  # noqa: E402
+from worker.linear.pack import unpack  # noqa: E402
 from worker.linear.source import GGUFSource, ModelSource, dequantized  # noqa: E402
 from worker.linear.tune import choose  # noqa: E402
 from worker.models.loader import load_model  # noqa: E402
@@ -83,6 +84,22 @@ def test_blocks_of_a_file_are_kept_exactly_also_where_rows_are_permuted(tmp_path
         assert np.array_equal(dequantized(packed.linear(names)), dequantized(plain.linear(names)))
     for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
         assert np.array_equal(packed.vector(name), plain.vector(name))
+
+
+@pytest.mark.parametrize("mode", ["keep", "none", "int8", "int4"])
+def test_gates_and_ups_in_turn_are_the_same_weights(tmp_path: Path, mode: str) -> None:
+    names, pair = LINEARS[4], 32
+    one_type, two_types = (sources(write_model(tmp_path / f"{kind}.gguf", {**MIXED, "blk.0.ffn_up": kind}), mode)
+                           for kind in ("Q4_1", "Q8_0"))
+    for source, is_possible in ((one_type[0], True), (one_type[1], True), (two_types[0], True), (two_types[1], False)):
+        stacked, in_turn = source.linear(names), source.linear(names, pair)
+        assert np.array_equal(dequantized(stacked), dequantized(in_turn))
+        assert in_turn.pair == (pair if is_possible else 0)
+        if is_possible:
+            rows = unpack(in_turn.weights[0])
+            size = len(rows) // 2
+            assert np.array_equal(rows[:pair], dequantized(stacked)[:pair])
+            assert np.array_equal(rows[pair:2 * pair], dequantized(stacked)[size:size + pair])
 
 
 def test_a_file_is_read_again_where_its_pages_were_given_back(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """One linear layer, or a slice of its outputs: tiles of 32 outputs over all rows of the step.
 
 A unit of work is some tiles times some rows. At few rows units are sized in bytes (a decode step streams the weights
-once); at many rows by tiles, and rows are cut too when there are fewer tiles than the threads can share.
+once); at many rows by tiles, and rows are cut too when there are fewer tiles than the threads can share. Where gates
+and ups lie in turn (GATE), a unit makes of both what the next layer reads, and neither goes through memory.
 """
 from __future__ import annotations
 
@@ -12,14 +13,19 @@ from numba import types
 
 from worker.jit.dot import (AHEAD, BF16_WEIGHTS, BLOCK, F32_WEIGHTS, INT4, INT4_MIN, INT8, INT8_WIDE, TILE, UNROLL,
                             WIDE_AHEAD, WIDE_BLOCK, float_tiles, int_tiles)
+from worker.jit.silu import silu_columns
 from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
 
 KIND, X, LDX, SIDE, LD_SIDE, W, SCALES, MINIMA, NUM_K, NUM_TILES, TILE_BYTES, OUT, LD_OUT, BIAS = range(8, 22)
 # TILE_ROWS: most rows of a tile for steps of up to 8, 32, 128 and more rows, eight bits each (worker/linear/table.py).
 TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, ROW_UNITS, MOST, TILES_AHEAD, SOON_STEP, NEXT_STEP, SHARE_STEP = range(22, 31)
+# GATE: tiles of gates, followed by as many of ups; 0: outputs stay as they are. If it is set, OUT is memory for
+# GATED_ROWS rows of such a group, LD_OUT bytes each and THREAD_BYTES of every thread; the others as in silu.py.
+GATE, THREAD_BYTES, ACT_SIZE, ACT, ACT_Q, ACT_SIDE, ACT_LD_SIDE = range(31, 38)
+GATED_ROWS = 132                            # whole tiles of every kind; gates and ups of so many stay in cache
 _UNIT_BYTES = 64 << 10                      # of weights: long enough for the hardware to see a stream
 _LONG_UNIT_BYTES = 256 << 10                # where tiles fetch each other: the first of a unit is fetched by itself
-_UNITS_PER_THREAD = 6
+UNITS_PER_THREAD = 6
 _ROW_STEP = 12                              # whole tiles of every kind
 
 
@@ -72,35 +78,38 @@ _f32_rows, _bf16_rows = _float_rows(F32_WEIGHTS), _float_rows(BF16_WEIGHTS)
 @device
 def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
     """How the operation is cut for this step; returns the number of units and notes the cut in the operation."""
-    tiles = get_i64(op, NUM_TILES)
-    if num_rows == 0 or tiles == 0:
+    together = max(1, 2 * get_i64(op, GATE))    # tiles that no unit parts
+    groups, group_bytes = get_i64(op, NUM_TILES) // together, get_i64(op, TILE_BYTES) * together
+    if num_rows == 0 or groups == 0:
         return 0
-    wanted = _UNITS_PER_THREAD * num_threads
+    wanted = UNITS_PER_THREAD * num_threads
     row_class = 0 if num_rows <= 8 else 1 if num_rows <= 32 else 2 if num_rows <= 128 else 3
     most = (get_i64(op, TILE_ROWS) >> (8 * row_class)) & 255
     unit_bytes = _UNIT_BYTES if num_rows <= most else _LONG_UNIT_BYTES
-    per_unit = max(1, min(unit_bytes // get_i64(op, TILE_BYTES), tiles // wanted))
+    per_unit = max(1, min(unit_bytes // group_bytes, groups // wanted))
     rows = num_rows
     if num_rows >= 4 * _ROW_STEP:
         per_unit = 1
-        if tiles < wanted:
-            parts = min((wanted + tiles - 1) // tiles, num_rows // (2 * _ROW_STEP))
+        wanted *= together                      # as small units as tiles are
+        if groups < wanted:
+            parts = min((wanted + groups - 1) // groups, num_rows // (2 * _ROW_STEP))
             rows = (num_rows + parts - 1) // parts
             rows = (rows + _ROW_STEP - 1) // _ROW_STEP * _ROW_STEP
     row_units = (num_rows + rows - 1) // rows
     # Bytes that each step of a tile asks for: of the tile itself, and of the next one, which all passes but the first
     # fetch together, or all, in whole lines.
     steps = get_i64(op, NUM_K) // (UNROLL if get_i64(op, KIND) <= BF16_WEIGHTS else _block(op))
-    passes = (rows + most - 1) // most
+    at_once = rows if together == 1 else min(rows, GATED_ROWS)
+    passes = (at_once + most - 1) // most
     set_i64(op, SOON_STEP, get_i64(op, TILE_BYTES) // steps)
     set_i64(op, NEXT_STEP, _whole_lines(get_i64(op, TILE_BYTES) // (max(1, passes - 1) * steps)))
     set_i64(op, SHARE_STEP, _whole_lines(get_i64(op, TILE_BYTES) // (passes * steps)) if passes > 1 else 0)
     set_i64(op, MOST, most)
-    set_i64(op, TILES_PER_UNIT, per_unit)
+    set_i64(op, TILES_PER_UNIT, per_unit * together)
     set_i64(op, ROWS_PER_UNIT, rows)
     set_i64(op, ROW_UNITS, row_units)
-    set_i64(op, TILES_AHEAD, per_unit * num_threads if row_units == 1 else 1)
-    return (tiles + per_unit - 1) // per_unit * row_units
+    set_i64(op, TILES_AHEAD, together * (per_unit * num_threads if row_units == 1 else 1))
+    return (groups + per_unit - 1) // per_unit * row_units
 
 
 @device
@@ -120,26 +129,54 @@ def _whole_lines(size):  # type: ignore[no-untyped-def]
 
 
 @device
-def matmul_unit(op, unit, num_rows):  # type: ignore[no-untyped-def]
+def matmul_unit(op, unit, num_rows, thread):  # type: ignore[no-untyped-def]
     row_units, per_unit, rows = get_i64(op, ROW_UNITS), get_i64(op, TILES_PER_UNIT), get_i64(op, ROWS_PER_UNIT)
     first_tile, first_row = unit // row_units * per_unit, unit % row_units * rows
     last_tile = min(first_tile + per_unit, get_i64(op, NUM_TILES))
     last_row = min(first_row + rows, num_rows)
+    gate, ldo = get_i64(op, GATE), get_i64(op, LD_OUT)
+    if gate == 0:
+        for tile in range(first_tile, last_tile):
+            next_tile = tile + 1 if tile + 1 < last_tile else _next_unit(op, first_tile)
+            _tile_rows(op, tile, next_tile, tile > first_tile, first_row, last_row,
+                       get_i64(op, OUT) + tile * (4 * TILE), ldo)
+        return
+    pairs = get_i64(op, OUT) + thread * get_i64(op, THREAD_BYTES)
+    for start in range(first_tile, last_tile, 2 * gate):
+        for m in range(first_row, last_row, GATED_ROWS):
+            last = min(m + GATED_ROWS, last_row)
+            for tile in range(start, start + 2 * gate):
+                next_tile = tile                # no more is wanted: these tiles again, with other rows
+                if tile + 1 < start + 2 * gate:
+                    next_tile = tile + 1 if m == first_row else tile
+                elif last == last_row:
+                    next_tile = tile + 1 if tile + 1 < last_tile else _next_unit(op, first_tile)
+                _tile_rows(op, tile, next_tile, tile > first_tile or m > first_row, m, last,
+                           pairs + (tile - start) * (4 * TILE) - m * ldo, ldo)
+            silu_columns(m, last - m, pairs, gate * TILE, start // 2 * TILE, get_i64(op, ACT_SIZE), get_i64(op, ACT),
+                         get_i64(op, ACT_Q), get_i64(op, ACT_SIDE), get_i64(op, ACT_LD_SIDE))
+
+
+@device
+def _next_unit(op, first_tile):  # type: ignore[no-untyped-def]
+    """The first tile of what this thread takes next, probably."""
+    return min(first_tile + get_i64(op, TILES_AHEAD), get_i64(op, NUM_TILES) - 1)
+
+
+@device
+def _tile_rows(op, tile, next_tile, is_fetched, first_row, last_row, out, ldo):  # type: ignore[no-untyped-def]
+    """A tile over rows; out: where that of row 0 would lie."""
+    if get_i64(op, KIND) <= BF16_WEIGHTS:
+        _float_tile_rows(op, tile, next_tile, is_fetched, first_row, last_row, out, ldo)
+    else:
+        _int_tile_rows(op, tile, next_tile, is_fetched, first_row, last_row, out, ldo)
     bias = get_i64(op, BIAS)
-    for tile in range(first_tile, last_tile):
-        next_tile = tile + 1
-        if next_tile == last_tile:              # what this thread takes next, probably
-            next_tile = min(first_tile + get_i64(op, TILES_AHEAD), get_i64(op, NUM_TILES) - 1)
-        if get_i64(op, KIND) <= BF16_WEIGHTS:
-            _float_tile_rows(op, tile, next_tile, tile > first_tile, first_row, last_row)
-        else:
-            _int_tile_rows(op, tile, next_tile, tile > first_tile, first_row, last_row)
-        if bias != 0:
-            at = bias + tile * (4 * TILE)
-            for m in range(first_row, last_row):
-                out = get_i64(op, OUT) + m * get_i64(op, LD_OUT) + tile * (4 * TILE)
-                store_f32(out, add(load_f32(out), load_f32(at)))
-                store_f32(out + 64, add(load_f32(out + 64), load_f32(at + 64)))
+    if bias != 0:
+        at = bias + tile * (4 * TILE)
+        for m in range(first_row, last_row):
+            to = out + m * ldo
+            store_f32(to, add(load_f32(to), load_f32(at)))
+            store_f32(to + 64, add(load_f32(to + 64), load_f32(at + 64)))
 
 
 @device
@@ -162,7 +199,7 @@ def _next_fetch(w, distance, fetched, tile_bytes, step):  # type: ignore[no-unty
 
 
 @device
-def _int_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no-untyped-def]
+def _int_tile_rows(op, tile, next_tile, is_fetched, m, last, out, ldo):  # type: ignore[no-untyped-def]
     """The first rows that go over a tile fetch it, unless the tile before did; the others, or all, share the fetching
     of the next one, so that memory has work all the time."""
     kind, blocks = get_i64(op, KIND), get_i64(op, NUM_K) // _block(op)
@@ -171,7 +208,6 @@ def _int_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no
     w = get_i64(op, W) + tile * tile_bytes
     s = get_i64(op, SCALES) + tile * blocks * (2 * TILE)
     mn = get_i64(op, MINIMA) + tile * blocks * (2 * TILE)
-    out, ldo = get_i64(op, OUT) + tile * (4 * TILE), get_i64(op, LD_OUT)
     distance = next_tile - tile
     soon, soon_step, next_step, fetched = _first_fetch(op, w, distance, is_fetched, blocks)
     is_own = fetched == 0 and soon > w          # else the next tile's, which may be none
@@ -201,12 +237,11 @@ def _int_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no
 
 
 @device
-def _float_tile_rows(op, tile, next_tile, is_fetched, m, last):  # type: ignore[no-untyped-def]
+def _float_tile_rows(op, tile, next_tile, is_fetched, m, last, out, ldo):  # type: ignore[no-untyped-def]
     """As _int_tile_rows."""
     num_k, tile_bytes, most = get_i64(op, NUM_K), get_i64(op, TILE_BYTES), get_i64(op, MOST)
     x, ldx = get_i64(op, X), get_i64(op, LDX)
     w = get_i64(op, W) + tile * tile_bytes
-    out, ldo = get_i64(op, OUT) + tile * (4 * TILE), get_i64(op, LD_OUT)
     is_f32, steps = get_i64(op, KIND) == F32_WEIGHTS, num_k // UNROLL
     distance = next_tile - tile
     soon, soon_step, next_step, fetched = _first_fetch(op, w, distance, is_fetched, steps)

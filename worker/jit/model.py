@@ -1,6 +1,6 @@
 """A FlatModel as one program: every layer of a step in a single call, no torch between the first row and the last.
 
-    embed | norm  qkv  rope+write  attend  merge  o | norm  gate+up  silu  down | norm ...  then the head
+    embed | norm  qkv  rope+write  attend  merge  o | norm  gate+up+silu  down | norm ...  then the head
 
 It has FlatModel's interface (forward, compute_logits, kv_spec, config), is built from any WeightSource, and is tested
 against FlatModel. Rows are independent: the bits of a row do not depend on the batch it is computed in.
@@ -24,7 +24,7 @@ from worker.jit import step as st
 from worker.jit.choice import ThreadChoice
 from worker.jit.team import Team, get_team
 from worker.jit.workspace import AttentionWorkspace
-from worker.linear.formats import BLOCK, aligned_empty
+from worker.linear.formats import BLOCK, TILE, WIDE_BLOCK, aligned_empty
 from worker.linear.kernel import Activations, add_linear, side_bytes
 from worker.linear.route import PackedLinear
 from worker.linear.source import WeightSource
@@ -33,6 +33,10 @@ from worker.models.layers import rope_frequencies
 MAX_HEAD_DIM = 512                          # more could overflow the sums over int8 keys (attend_codes.py)
 _LAYER_PARTS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",),
                 "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
+
+
+def _whole_lines(floats: int) -> int:
+    return -(-floats // 16) * 16
 
 
 def refusal(config: ModelConfig) -> str | None:
@@ -76,9 +80,11 @@ class JitModel:
         self.head = self.embedding if config.tie_word_embeddings else source.linear(["lm_head.weight"])
         self.layers: list[dict[str, PackedLinear]] = []
         self.norms: list[tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32] | None]] = []
+        pair = WIDE_BLOCK if config.intermediate_size % WIDE_BLOCK == 0 else BLOCK
         for index in range(config.num_hidden_layers):
             prefix = f"model.layers.{index}."
-            self.layers.append({part: source.linear([f"{prefix}{name}.weight" for name in names])
+            self.layers.append({part: source.linear([f"{prefix}{name}.weight" for name in names],
+                                                    pair if part == "gate_up" else 0)
                                 for part, names in _LAYER_PARTS.items()})
             head_norm = None
             if config.qk_norm:
@@ -170,19 +176,23 @@ class JitModel:
         residual, normed = Rows(capacity, hidden_size, False), Rows(capacity, hidden_size, has_int)
         qkv, attended = Rows(capacity, widest["qkv"], False), Rows(capacity, heads * dim, has_int)
         delta = Rows(capacity, max(widest["o"], widest["down"]), False)
-        gate_up, act = Rows(capacity, widest["gate_up"], False), Rows(capacity, config.intermediate_size, has_int)
+        gate_up, act = self._gates(capacity, widest["gate_up"]), Rows(capacity, config.intermediate_size, has_int)
+        scratch = aligned_empty((self.team.num_threads, _whole_lines(hidden_size)), np.float32)
         self._hidden = torch.from_numpy(normed.values)
         program = self._program = pg.Program()
-        program.keep(residual, normed, qkv, attended, delta, gate_up, act, self.norms, self.last_norm)
+        program.keep(residual, normed, qkv, attended, delta, gate_up, act, scratch, self.norms, self.last_norm)
         eps = pg.float_bits(config.rms_norm_eps)
 
         def add_norm(weight: NDArray[np.float32], reader: PackedLinear | None, *, first: bool = False) -> None:
             quantized = reader is not None and reader.is_integer
-            program.add(pg.NORM, {
+            row = program.add(pg.NORM, {
                 norm.RESIDUAL: residual.address, norm.DELTA: 0 if first else delta.address, norm.LD_DELTA: delta.ld,
-                norm.WEIGHT: weight.ctypes.data, norm.SIZE: hidden_size, norm.EPS_BITS: eps, norm.OUT: normed.address,
+                norm.WEIGHT: weight.ctypes.data, norm.SIZE: hidden_size, norm.EPS_BITS: eps,
+                norm.OUT: normed.address, norm.LD_OUT: normed.ld,
                 norm.Q: normed.activations.q if quantized else 0, norm.SIDE: normed.activations.side,
                 norm.LD_SIDE: 0 if reader is None else side_bytes(hidden_size, reader.block)})
+            if reader is not None and all(layer.is_integer for layer in reader.weights):
+                row[norm.OUT], row[norm.LD_OUT], row[norm.THREAD_BYTES] = scratch.ctypes.data, 0, scratch.strides[0]
 
         table = self.embedding.weights[0]
         program.add(pg.EMBED, {embed.KIND: table.kind, embed.W: table.data.ctypes.data, embed.SIZE: hidden_size,
@@ -206,15 +216,41 @@ class JitModel:
                 attend.LD_SIDE: side_bytes(heads * dim, parts["o"].block)})
             add_linear(program, parts["o"], attended.activations, delta.address, delta.ld)
             add_norm(second_norm, parts["gate_up"])
-            add_linear(program, parts["gate_up"], normed.activations, gate_up.address, gate_up.ld)
-            program.add(pg.SILU, {
-                silu.GATE_UP: gate_up.address, silu.LD_GATE_UP: gate_up.ld, silu.SIZE: config.intermediate_size,
-                silu.OUT: act.address, silu.Q: act.activations.q if parts["down"].is_integer else 0,
-                silu.SIDE: act.activations.side,
-                silu.LD_SIDE: side_bytes(config.intermediate_size, parts["down"].block)})
+            self._add_gates(program, parts, normed.activations, gate_up, act)
             add_linear(program, parts["down"], act.activations, delta.address, delta.ld)
         add_norm(self.last_norm, None)
         self._caches = None
+
+    def _is_gated(self, layer: PackedLinear) -> bool:
+        """Whether the product makes the activations itself: gates and ups lie in turn, and there are enough of them for
+        all threads."""
+        return layer.pair > 0 and layer.num_out >= 2 * layer.pair * matmul.UNITS_PER_THREAD * self.team.num_threads
+
+    def _gates(self, capacity: int, width: int) -> Rows:
+        """Where gates and ups stay until they are activations: a few rows of every thread, or all of a step."""
+        layers = [parts["gate_up"] for parts in self.layers]
+        num_rows = 0 if all(map(self._is_gated, layers)) else capacity
+        if any(map(self._is_gated, layers)):
+            pair = max(layer.pair for layer in layers)
+            self._pairs = aligned_empty((self.team.num_threads, matmul.GATED_ROWS, 2 * pair), np.float32)
+        return Rows(num_rows, width, False)
+
+    def _add_gates(self, program: pg.Program, parts: dict[str, PackedLinear], source: Activations, gate_up: Rows,
+                   act: Rows) -> None:
+        """Append act = silu(gates) * ups."""
+        layer, down, size = parts["gate_up"], parts["down"], self.config.intermediate_size
+        codes = act.activations.q if down.is_integer else 0
+        ld_side = side_bytes(size, down.block)
+        if self._is_gated(layer):
+            add_linear(program, layer, source, self._pairs.ctypes.data, 8 * layer.pair, {
+                matmul.GATE: layer.pair // TILE, matmul.THREAD_BYTES: self._pairs.strides[0], matmul.ACT_SIZE: size,
+                matmul.ACT: act.address, matmul.ACT_Q: codes, matmul.ACT_SIDE: act.activations.side,
+                matmul.ACT_LD_SIDE: ld_side})
+            return
+        add_linear(program, layer, source, gate_up.address, gate_up.ld)
+        program.add(pg.SILU, {
+            silu.GATE_UP: gate_up.address, silu.LD_GATE_UP: gate_up.ld, silu.SIZE: size, silu.PAIR: layer.pair or size,
+            silu.OUT: act.address, silu.Q: codes, silu.SIDE: act.activations.side, silu.LD_SIDE: ld_side})
 
     def _grow_head(self, capacity: int) -> None:
         """Logits and activations for `capacity` sampled rows."""

@@ -1,6 +1,6 @@
 """A program: a list of operations over fixed buffers, run by a team of threads for one step.
 
-One operation is a row of 32 int64: what to do, and the addresses and sizes it needs. The list is made once; a step only
+One operation is a row of 40 int64: what to do, and the addresses and sizes it needs. The list is made once; a step only
 changes the step record (step.py). Adding an operation: a kernel file with its field numbers, a code here, a branch in
 `prepare` (how many units) and in `run_unit`.
 
@@ -19,7 +19,7 @@ from worker.jit.quantize import quantize_row
 from worker.jit.vector import bits_to_f32, device, get_i64
 
 CODE, NUM_UNITS = 0, 1
-OP_FIELDS = 32
+OP_FIELDS = 40
 OP_BYTES = 8 * OP_FIELDS
 EMBED, NORM, MATMUL, ROPE, ATTEND, MERGE, SILU, QUANTIZE = range(1, 9)
 # Fields of QUANTIZE.
@@ -49,7 +49,7 @@ def _rows_per_unit(rows, num_threads):  # type: ignore[no-untyped-def]
 def run_unit(op, step, unit, thread):  # type: ignore[no-untyped-def]
     code, rows = get_i64(op, CODE), get_i64(step, st.NUM_ROWS)
     if code == MATMUL:
-        matmul.matmul_unit(op, unit, rows)
+        matmul.matmul_unit(op, unit, rows, thread)
         return
     if code == ATTEND:
         attend.attend_unit(op, step, unit, thread, _float(step, st.SCALE_BITS))
@@ -57,7 +57,7 @@ def run_unit(op, step, unit, thread):  # type: ignore[no-untyped-def]
     per_unit = _rows_per_unit(rows, get_i64(step, st.NUM_THREADS))
     for n in range(unit * per_unit, min(rows, unit * per_unit + per_unit)):
         if code == NORM:
-            norm.norm_row(op, n, _float(op, norm.EPS_BITS))
+            norm.norm_row(op, n, thread, _float(op, norm.EPS_BITS))
         elif code == SILU:
             silu.silu_row(op, n)
         elif code == ROPE:

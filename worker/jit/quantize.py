@@ -105,9 +105,10 @@ def _block_of(block: int) -> Callable[..., None]:
     return make(types.void, (types.intp,) * 4, generate)
 
 
-def _group_of(block: int) -> Callable[..., bool]:
+def _group_of(block: int, rows: bool = False) -> Callable[..., bool]:
     """The same for so many blocks as sixteen pieces of 32 inputs are; false, with nothing of use written, when one of
-    them holds a NaN or an infinity."""
+    them holds a NaN or an infinity. The blocks follow each other in a row or are one each of as many rows:
+    quantize(x, ldx, q, ldq, side, ld_side, column), ld*: bytes from row to row."""
     per_block = block // _PIECE
     neighbours = ir.Constant(VI, [lane ^ 1 for lane in range(LANES)])
 
@@ -115,8 +116,9 @@ def _group_of(block: int) -> Callable[..., bool]:
         """One lane a piece -> the same of its block, in each lane."""
         return value if per_block == 1 else combine(value, b.shuffle_vector(value, value, neighbours))
 
-    def generate(b: Any, x: Any, q: Any, side: Any, column: Any) -> Any:
-        blocks = [_read_block(b, offset(b, x, 4 * block * i), block) for i in range(_PIECES // per_block)]
+    def emit(b: Any, x: list[Any], q: list[Any], put: Callable[[int, Any], None]) -> Any:
+        """x, q: addresses of the blocks; put(column of the side table, a lane a block)."""
+        blocks = [_read_block(b, address, block) for address in x]
         pieces = [vectors[i:i + 2] for vectors in blocks for i in range(0, len(vectors), 2)]
         bits = joined(b, transposed_tree(b, [_largest(b, piece) for piece in pieces], lambda u, v: _larger(b, u, v)),
                       lambda u, v: _larger(b, u, v))
@@ -126,14 +128,36 @@ def _group_of(block: int) -> Callable[..., bool]:
             factor = b.shuffle_vector(inverse, inverse, constant(VI, at))
             codes = [_code(b, vector, factor) for vector in piece]
             for half, code in enumerate(codes):
-                write(b, offset(b, q, _PIECE * at + LANES * half), b.trunc(code, ir.VectorType(I8, LANES)))
+                target = offset(b, q[at // per_block], at % per_block * _PIECE + LANES * half)
+                write(b, target, b.trunc(code, ir.VectorType(I8, LANES)))
             sums.append(b.add(*codes))
         total = joined(b, transposed_tree(b, sums, b.add), b.add)
         firsts = ir.Constant(ir.VectorType(I32, LANES // per_block), list(range(0, LANES, per_block)))
-        for row, value in _side_values(b, block, scale, total):
-            write(b, b.add(side, b.mul(column, constant(column.type, row))), b.shuffle_vector(value, value, firsts), 4)
+        for which, value in _side_values(b, block, scale, total):
+            put(which, b.shuffle_vector(value, value, firsts))
         return call(b, "llvm.vector.reduce.and.v16i1", I1, [finite])
-    return make(types.boolean, (types.intp,) * 4, generate)
+
+    count = _PIECES // per_block
+
+    def one_row(b: Any, x: Any, q: Any, side: Any, column: Any) -> Any:
+        def put(which: int, values: Any) -> None:
+            write(b, b.add(side, b.mul(column, constant(column.type, which))), values, 4)
+        return emit(b, [offset(b, x, 4 * block * i) for i in range(count)],
+                    [offset(b, q, block * i) for i in range(count)], put)
+
+    def many_rows(b: Any, x: Any, ldx: Any, q: Any, ldq: Any, side: Any, ld_side: Any, column: Any) -> Any:
+        def places(start: Any, ld: Any) -> list[Any]:
+            return [b.add(start, b.mul(ld, constant(ld.type, i))) for i in range(count)]
+
+        def put(which: int, values: Any) -> None:
+            for i, row in enumerate(places(side, ld_side)):
+                write(b, b.add(row, b.mul(column, constant(column.type, which))),
+                      b.extract_element(values, ir.Constant(I32, i)), 4)
+        return emit(b, places(x, ldx), places(q, ldq), put)
+
+    if rows:
+        return make(types.boolean, (types.intp,) * 7, many_rows)
+    return make(types.boolean, (types.intp,) * 4, one_row)
 
 
 def _row_of(block: int) -> Callable[..., None]:
@@ -153,7 +177,27 @@ def _row_of(block: int) -> Callable[..., None]:
     return cast(Callable[..., None], run)
 
 
+def _column_of(block: int) -> Callable[..., None]:
+    """quantize(rows, x, ldx, q, ldq, side, ld_side): one block of each of `rows` rows."""
+    quantize_block, quantize_group, at_once = _block_of(block), _group_of(block, rows=True), _PIECES * _PIECE // block
+
+    @device
+    def run(rows, x, ldx, q, ldq, side, ld_side):  # type: ignore[no-untyped-def]
+        column, m = ld_side // SIDE_COLUMNS, types.int64(0)
+        while m < rows:
+            last = m + at_once
+            if last <= rows and quantize_group(x + m * ldx, ldx, q + m * ldq, ldq, side + m * ld_side, ld_side, column):
+                m = last
+                continue
+            last = min(last, rows)
+            while m < last:
+                quantize_block(x + m * ldx, q + m * ldq, side + m * ld_side, column)
+                m += 1
+    return cast(Callable[..., None], run)
+
+
 _quantize_narrow, _quantize_wide = (_row_of(block) for block in (BLOCK, WIDE_BLOCK))
+_narrow_column, _wide_column = (_column_of(block) for block in (BLOCK, WIDE_BLOCK))
 
 
 @device
@@ -165,3 +209,18 @@ def quantize_row(x, num_k, q, side, ld_side):  # type: ignore[no-untyped-def]
         _quantize_wide(x, q, side, num_blocks)
     else:
         _quantize_narrow(x, q, side, num_blocks)
+
+
+@device
+def quantize_columns(rows, x, ldx, width, num_k, start, q, side, ld_side):  # type: ignore[no-untyped-def]
+    """Of each of `rows` rows the `width` inputs from the start-th on, whole blocks: x, every ldx bytes, -> q and side,
+    addresses of rows of num_k inputs; ld_side as above."""
+    num_blocks = ld_side // (4 * SIDE_COLUMNS)
+    is_wide = num_k == num_blocks * WIDE_BLOCK
+    block = WIDE_BLOCK if is_wide else BLOCK
+    for at in range(0, width, block):
+        from_x, to_q, to_side = x + 4 * at, q + start + at, side + (start + at) // block * 4
+        if is_wide:
+            _wide_column(rows, from_x, ldx, to_q, num_k, to_side, ld_side)
+        else:
+            _narrow_column(rows, from_x, ldx, to_q, num_k, to_side, ld_side)

@@ -6,6 +6,7 @@ models that run their other parts in torch.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +35,10 @@ def side_bytes(num_k: int, block: int = BLOCK) -> int:
     return 4 * 4 * (num_k // block)
 
 
-def add_linear(program: pg.Program, layer: Any, source: Activations, out: int, ld_out: int) -> None:
+def add_linear(program: pg.Program, layer: Any, source: Activations, out: int, ld_out: int,
+               more: Mapping[int, int] | None = None) -> None:
     """Append out = layer(source). layer: a PackedLinear, or a weak proxy of one; out: rows of at least
-    layer.padded_out floats, ld_out bytes apart."""
+    layer.padded_out floats, ld_out bytes apart; more: other fields of the operation."""
     program.keep(layer)
     for start, weight in zip(layer.starts, layer.weights):
         integer = weight.is_integer
@@ -48,7 +50,7 @@ def add_linear(program: pg.Program, layer: Any, source: Activations, out: int, l
             mm.NUM_K: layer.num_k, mm.NUM_TILES: weight.num_tiles, mm.TILE_BYTES: weight.tile_bytes,
             mm.OUT: out + 4 * start, mm.LD_OUT: ld_out,
             mm.TILE_ROWS: packed_rows(weight.kind),
-            mm.BIAS: 0 if layer.bias is None else layer.bias.ctypes.data + 4 * start})
+            mm.BIAS: 0 if layer.bias is None else layer.bias.ctypes.data + 4 * start, **(more or {})})
 
 
 class KernelLinear:

@@ -19,9 +19,12 @@ from worker.linear.pack import unpack
 
 
 class PackedLinear:
-    """Weights stacked along the outputs, all with the same K; bias [num_out] float32 or None."""
+    """Weights stacked along the outputs, all with the same K; bias [num_out] float32 or None.
 
-    def __init__(self, weights: Sequence[PackedWeight], bias: NDArray[np.float32] | None = None) -> None:
+    pair: outputs of two tensors of one size lie in turn, so many of each; 0: the tensors one after the other.
+    """
+
+    def __init__(self, weights: Sequence[PackedWeight], bias: NDArray[np.float32] | None = None, pair: int = 0) -> None:
         widths = {weight.num_k for weight in weights}
         if len(widths) != 1:
             raise ValueError(f"weights of {sorted(widths)} inputs cannot share a linear layer")
@@ -29,7 +32,7 @@ class PackedLinear:
         if len(blocks) != 1:
             raise ValueError(f"weights with scales over {sorted(blocks)} inputs cannot share a linear layer: their "
                              "activations are quantized once")
-        self.weights, self.block = list(weights), blocks.pop()
+        self.weights, self.block, self.pair = list(weights), blocks.pop(), pair
         self.num_k = self.weights[0].num_k
         self.num_out = sum(weight.num_out for weight in self.weights)
         # Each weight writes whole tiles; what sticks out is overwritten by the next one, so they run in order.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,8 +46,9 @@ class WeightSource(Protocol):
 
     config: ModelConfig
 
-    def linear(self, names: Sequence[str]) -> PackedLinear:
-        """Checkpoint weights `names`, stacked, with their biases where they have any."""
+    def linear(self, names: Sequence[str], pair: int = 0) -> PackedLinear:
+        """Checkpoint weights `names`, stacked, with their biases where they have any. pair: two of them, their outputs
+        in turn, so many of each; only where one packed weight holds both (PackedLinear.pair)."""
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A one-dimensional tensor."""
@@ -62,6 +63,15 @@ def pack_floats(weight: NDArray[np.float32], mode: str, name: str, *, wide: bool
 
 def _bias(name: str) -> str:
     return name.removesuffix("weight") + "bias"
+
+
+def _stacked(parts: Sequence[NDArray[Any]], pair: int) -> Any:
+    """The rows of all parts, or of two in turn, `pair` of each; None of none."""
+    if not parts:
+        return None
+    if not pair:
+        return np.concatenate(parts)
+    return np.stack([part.reshape(-1, pair, *part.shape[1:]) for part in parts], 1).reshape(-1, *parts[0].shape[1:])
 
 
 class ModelSource:
@@ -79,12 +89,13 @@ class ModelSource:
         if model.config.tie_word_embeddings:
             self._slots["lm_head.weight"] = self._slots["model.embed_tokens.weight"]
 
-    def linear(self, names: Sequence[str]) -> PackedLinear:
-        weight = torch.cat([self._slots[name].target for name in names]) if len(names) > 1 \
-            else self._slots[names[0]].target
+    def linear(self, names: Sequence[str], pair: int = 0) -> PackedLinear:
+        targets = [self._slots[name].target for name in names]
+        if pair:
+            targets = [part for parts in zip(*(target.split(pair) for target in targets)) for part in parts]
+        weight = torch.cat(targets) if len(targets) > 1 else targets[0]
         biases = [self.vector(_bias(name)) for name in names if _bias(name) in self._slots]
-        bias = np.concatenate(biases) if biases else None
-        packed = PackedLinear([self._pack(weight, names[0])], bias)
+        packed = PackedLinear([self._pack(weight, names[0])], _stacked(biases, pair), pair)
         if self._consume:
             for name in names:
                 target = self._slots[name].target
@@ -130,10 +141,11 @@ class GGUFSource:
         with open(path, "rb") as handle:
             self._data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def linear(self, names: Sequence[str]) -> PackedLinear:
+    def linear(self, names: Sequence[str], pair: int = 0) -> PackedLinear:
         tensors = [self._tensors[gguf_name(name)] for name in names]
         biases = [self.vector(_bias(name)) for name in names if gguf_name(_bias(name)) in self._tensors]
-        bias = np.concatenate(biases) if biases else None
+        if len({tensor.ggml_type for tensor in tensors}) > 1:
+            pair = 0
         weights: list[PackedWeight] = []
         wide = not any(self._is_kept(tensor, name) for tensor, name in zip(tensors, names))
         at = 0
@@ -141,26 +153,26 @@ class GGUFSource:
             end = at + 1
             while end < len(tensors) and tensors[end].ggml_type == tensors[at].ggml_type:
                 end += 1
-            weights.append(self._pack(tensors[at:end], names[at], wide))
+            weights.append(self._pack(tensors[at:end], names[at], wide, pair))
             at = end
         for tensor in tensors:
             self._forget(tensor)
-        return PackedLinear(weights, bias)
+        return PackedLinear(weights, _stacked(biases, pair), pair)
 
     def _is_kept(self, tensor: GGUFTensor, name: str) -> bool:
         """Whether the kernels take its blocks as they are."""
         is_fine = self.mode == "int4" and name in _FINE_NAMES
         return tensor.ggml_type in _AS_STORED[self.mode] or (is_fine and tensor.ggml_type == "Q8_0")
 
-    def _pack(self, tensors: Sequence[GGUFTensor], name: str, wide: bool) -> PackedWeight:
+    def _pack(self, tensors: Sequence[GGUFTensor], name: str, wide: bool, pair: int) -> PackedWeight:
         kind, num_k = tensors[0].ggml_type, tensors[0].shape[1]
         if self._is_kept(tensors[0], name) and num_k % BLOCK == 0:
-            return pack_gguf(np.concatenate([self._rows(tensor) for tensor in tensors]), kind, num_k)
+            return pack_gguf(_stacked([self._rows(tensor) for tensor in tensors], pair), kind, num_k)
         mode = self.mode if self.mode != "keep" else "none" if kind in FLOAT_TYPES else "int8"
         if kind == "BF16" and mode == "none":
-            rows = np.concatenate([self._rows(tensor) for tensor in tensors])
+            rows = _stacked([self._rows(tensor) for tensor in tensors], pair)
             return pack_bfloat16(rows.view("<u2").reshape(-1, num_k))
-        return pack_floats(np.concatenate([self._floats(tensor) for tensor in tensors]), mode, name, wide=wide)
+        return pack_floats(_stacked([self._floats(tensor) for tensor in tensors], pair), mode, name, wide=wide)
 
     def _forget(self, tensor: GGUFTensor) -> None:
         """Its pages of the mapping no longer count as this process's memory; read again, they come back."""
@@ -195,5 +207,8 @@ class GGUFSource:
 
 
 def dequantized(layer: PackedLinear) -> NDArray[np.float32]:
-    """The float32 weight that a layer stands for, [num_out, K]."""
-    return np.concatenate([unpack(weight) for weight in layer.weights])
+    """The float32 weight that a layer stands for, [num_out, K], its tensors one after the other."""
+    rows: NDArray[np.float32] = np.concatenate([unpack(weight) for weight in layer.weights])
+    if layer.pair:
+        rows = rows.reshape(-1, 2, layer.pair, layer.num_k).swapaxes(0, 1).reshape(rows.shape)
+    return rows
