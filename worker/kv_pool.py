@@ -9,6 +9,7 @@ Owns memory; does not know which request holds which block (the engine core does
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -38,6 +39,10 @@ _LIMIT_AND_USAGE = (
 
 # ------------------------------------------------------------------ tensors
 
+# A layer's blocks of this size and more lie on huge pages: addresses are then looked up less often, and what the last
+# page of a pool wastes is little beside such a model.
+LARGE_BLOCK_BYTES = 16 << 10
+
 
 def allocate_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, count: int = 2) -> tuple[Tensor, ...]:
     """`count` zeroed tensors. On a CPU a page costs memory only once it is written, so a large idle pool is free."""
@@ -55,6 +60,9 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:   # as the allocators of numpy and torch say it
         raise MemoryError(f"a part of the KV pool of {size} bytes: {error}") from None
+    if size // max(1, shape[0]) >= LARGE_BLOCK_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):      # a system without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(pages, np.uint8, size)).view(dtype).view(shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 from pathlib import Path
 
 import numpy as np
@@ -328,6 +329,22 @@ def test_an_idle_pool_is_free_also_where_memory_was_used_before() -> None:
     pools = allocate_pools((128, 16, 4, 256), torch.float32, "cpu", count=16)
     assert resident() - before < 16 << 20 and all(pool.numel() * 4 == 8 << 20 for pool in pools)
     assert float(pools[0].sum()) == 0.0 and pin[0] == 1
+
+
+def test_pools_of_large_blocks_ask_for_huge_pages() -> None:
+    """The kernel's list of mappings has the flag "hg" for those that did."""
+    smaps = Path("/proc/self/smaps")
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists() or not smaps.exists():
+        pytest.skip("no huge pages here")
+
+    def asks(pool: torch.Tensor) -> bool:
+        mappings = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", smaps.read_text(), re.M | re.S)
+        return any("hg" in flags.split() for start, end, flags in mappings
+                   if int(start, 16) <= pool.data_ptr() < int(end, 16))
+
+    large = allocate_pools((256, kv_pool.LARGE_BLOCK_BYTES), torch.int8, "cpu")
+    small = allocate_pools((256, kv_pool.LARGE_BLOCK_BYTES // 2), torch.int8, "cpu")
+    assert all(map(asks, large)) and not any(map(asks, small))
 
 
 def test_more_than_there_is_is_a_memory_error_with_the_size() -> None:
