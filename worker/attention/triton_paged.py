@@ -95,7 +95,8 @@ class TritonBackend:
 
     def _tile(self, max_query_len: int, q: Tensor, pool: Tensor) -> TileConfig:
         return attention_config(max_query_len, q.shape[1] // pool.shape[2], q.shape[2], q.dtype.itemsize,
-                                pool.dtype.itemsize, chip_of(q.device).capability)
+                                pool.dtype.itemsize, chip_of(q.device).capability,
+                                pool.dtype == torch.float8_e4m3fn)
 
     def _plan(self, meta: BatchMeta, q: Tensor, pool: Tensor) -> LaunchPlan:
         """The step's launch for layers of this shape; made once, with its workspace."""

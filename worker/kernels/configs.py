@@ -49,6 +49,8 @@ _FEW_ROWS: dict[int, list[TileConfig]] = {
 }
 # Of codes: a tile is half as large, so one more can be on its way.
 _FEW_ROWS_NARROW_POOL: dict[int, list[TileConfig]] = {**_FEW_ROWS, 128: [TileConfig(16, 64, 4, 4), *_FEW_ROWS[128]]}
+# A tile of float8 has half the bytes and is widened in registers: longer ones spread what a tile costs besides.
+_FEW_ROWS_FP8: dict[int, list[TileConfig]] = {**_FEW_ROWS, 128: [TileConfig(16, 128, 4, 3), *_FEW_ROWS[128]]}
 # Up to 32 rows: drafts to verify, or many query heads per KV head.
 _SOME_ROWS: dict[int, list[TileConfig]] = {
     64: [TileConfig(32, 64, 4, 3), TileConfig(32, 32, 4, 2)],
@@ -73,7 +75,7 @@ _MANY_ROWS_NARROW_POOL: dict[int, list[TileConfig]] = {
 _MANY_ROWS_NARROW_POOL_BLACKWELL: dict[int, list[TileConfig]] = {
     64: [TileConfig(128, 32, 8, 3), TileConfig(64, 64, 4, 3)],
     128: [TileConfig(128, 32, 8, 3), TileConfig(64, 32, 4, 2)],
-    256: [TileConfig(128, 32, 8, 2), TileConfig(64, 32, 4, 2)],
+    256: [TileConfig(64, 32, 8, 3), TileConfig(64, 32, 4, 2)],
 }
 _FLOAT32: dict[int, list[TileConfig]] = {
     64: [TileConfig(16, 32, 4, 2)], 128: [TileConfig(16, 32, 4, 2)], 256: [TileConfig(16, 16, 8, 2)],
@@ -97,16 +99,17 @@ def padded_dim(dim: int) -> int:
 
 
 def attention_config(
-    max_query_len: int, group: int, dim: int, q_bytes: int, kv_bytes: int, capability: int
+    max_query_len: int, group: int, dim: int, q_bytes: int, kv_bytes: int, capability: int, is_fp8: bool = False
 ) -> TileConfig:
-    """Tiles for requests of up to max_query_len queries, with group = H / Hkv heads of each packed as rows."""
+    """Tiles for requests of up to max_query_len queries, with group = H / Hkv heads of each packed as rows; is_fp8: of
+    a float8 pool."""
     num_rows, width = max(1, max_query_len) * group, padded_dim(dim)
     if q_bytes == 4:
         if group > 16:
             return _FLOAT32_LARGE_GROUP
         table = _FLOAT32
     elif num_rows <= 16:
-        table = _FEW_ROWS_NARROW_POOL if kv_bytes < q_bytes else _FEW_ROWS
+        table = _FEW_ROWS_FP8 if is_fp8 else _FEW_ROWS_NARROW_POOL if kv_bytes < q_bytes else _FEW_ROWS
     elif num_rows <= 32:
         table = _SOME_ROWS
     elif kv_bytes < q_bytes:

@@ -33,6 +33,8 @@ from worker.kv_quant import dequantize
 
 LOG2E = 1.4426950408889634
 _SEARCH = tl.constexpr(128)  # request starts compared at once
+WEIGHT_BITS = tl.constexpr(8)
+LARGEST_QUERY = tl.constexpr(32768.0)  # of what float16 (up to 65504) multiplies with float8
 
 
 @triton.jit
@@ -64,6 +66,16 @@ def find_tile(starts_ptr, lens_ptr, num_reqs, tile, window, min_tiles, num_split
 
 
 @triton.jit
+def _widen(codes, dtype: tl.constexpr, IN_FLOAT16: tl.constexpr):
+    """Codes as numbers. float8 is float16 in one instruction for two; all others take the way over float32."""
+    if IN_FLOAT16:
+        wide = codes.to(tl.float16)
+    else:
+        wide = codes.to(tl.float32).to(dtype)
+    return wide
+
+
+@triton.jit
 def _load_blocks(table_ptr, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """The block of each of the BLOCK_N keys from `begin` on, or one if they lie in one."""
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -75,12 +87,38 @@ def _load_blocks(table_ptr, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.co
 
 
 @triton.jit
+def _slots(block, begin, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """int64 [BLOCK_N] of the keys from `begin` on, whose blocks are as _load_blocks gives them."""
+    keys = begin + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        slots = block.to(tl.int64) * BLOCK_SIZE + begin % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+    else:
+        slots = block.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
+    return slots
+
+
+@triton.jit
+def _load_scales(scale_ptr, block, begin, oldest, end, kv_head, num_kv_heads, BLOCK_N: tl.constexpr,
+                 BLOCK_SIZE: tl.constexpr):
+    """float32 [BLOCK_N] of the keys from `begin` on; 1 before the oldest and past the end."""
+    keys = begin + tl.arange(0, BLOCK_N)
+    at = _slots(block, begin, BLOCK_N, BLOCK_SIZE) * num_kv_heads + kv_head
+    return tl.load(scale_ptr + at, mask=(keys >= oldest) & (keys < end), other=1.0).to(tl.float32)
+
+
+@triton.jit
 def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lo, hi, end,
               kv_head, scale, softcap, window, stride_slot, num_kv_heads, D: tl.constexpr, BLOCK_D: tl.constexpr,
               BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-              HAS_SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr):
+              HAS_SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr, IN_FLOAT16: tl.constexpr):
     """Online softmax over keys lo .. hi, both multiples of BLOCK_N unless MASKED. In base 2: `scale` includes log2 e,
     except under a softcap, which needs the scores as they are.
+
+    `highest` is what exponents are taken relative to: the highest score so far or, IN_FLOAT16, WEIGHT_BITS below the
+    highest sum of a score and log2 of its value's scale. A weight times that scale is then at most 2**WEIGHT_BITS,
+    whatever the scales are, and float16 holds those down to 2**-32 of the largest. Without the scale it is at most
+    2**108, as the smallest scale is 2**-100: float32 holds the sum of 2**19. What falls below float32's begin is less
+    than 2**-15 of the largest, and float16 would have held it only among values over 2**110.
 
     A tile's blocks are read from the table one tile ahead. Were they read with the tile, Triton would copy them through
     shared memory as a stage of its own, and no tile of keys would be on its way while another is computed.
@@ -88,12 +126,13 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
     first_key = tl.min(q_position, 0) - window + 1  # older ones are seen by no query; their blocks may be gone
     offsets_d = tl.arange(0, BLOCK_D)
     block = _load_blocks(table_ptr, lo, end, BLOCK_N, BLOCK_SIZE)
+    if IN_FLOAT16:
+        oldest = first_key if HAS_WINDOW else 0
+        k_scale = _load_scales(k_scale_ptr, block, lo, oldest, end, kv_head, num_kv_heads, BLOCK_N, BLOCK_SIZE)
+        v_scale = _load_scales(v_scale_ptr, block, lo, oldest, end, kv_head, num_kv_heads, BLOCK_N, BLOCK_SIZE)
     for begin in range(lo, hi, BLOCK_N):
         keys = begin + tl.arange(0, BLOCK_N)
-        if BLOCK_SIZE % BLOCK_N == 0:
-            slots = block.to(tl.int64) * BLOCK_SIZE + begin % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-        else:
-            slots = block.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
+        slots = _slots(block, begin, BLOCK_N, BLOCK_SIZE)
         block = _load_blocks(table_ptr, begin + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)
         at = slots[:, None] * stride_slot + (kv_head * D + offsets_d)[None, :]
         if MASKED:
@@ -109,16 +148,17 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
         else:
             k = tl.load(k_ptr + at)
         if k.dtype != q.dtype:
-            k = k.to(tl.float32).to(q.dtype)
+            k = _widen(k, q.dtype, IN_FLOAT16)
         scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         if QUANTIZED:
-            scale_at = slots * num_kv_heads + kv_head
-            if MASKED:
-                k_scale = tl.load(k_scale_ptr + scale_at, mask=is_key, other=0.0).to(tl.float32)
-                v_scale = tl.load(v_scale_ptr + scale_at, mask=is_key, other=0.0).to(tl.float32)
-            else:
-                k_scale = tl.load(k_scale_ptr + scale_at).to(tl.float32)
-                v_scale = tl.load(v_scale_ptr + scale_at).to(tl.float32)
+            if not IN_FLOAT16:
+                scale_at = slots * num_kv_heads + kv_head
+                if MASKED:
+                    k_scale = tl.load(k_scale_ptr + scale_at, mask=is_key, other=0.0).to(tl.float32)
+                    v_scale = tl.load(v_scale_ptr + scale_at, mask=is_key, other=0.0).to(tl.float32)
+                else:
+                    k_scale = tl.load(k_scale_ptr + scale_at).to(tl.float32)
+                    v_scale = tl.load(v_scale_ptr + scale_at).to(tl.float32)
             scores = scores * (k_scale * scale)[None, :]
         if HAS_SOFTCAP:  # cap * tanh(x / cap), tanh(y) = 1 - 2 / (e^2y + 1)
             if not QUANTIZED:
@@ -130,7 +170,9 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
             if HAS_WINDOW:
                 visible = visible & (keys[None, :] > q_position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
-        if QUANTIZED or HAS_SOFTCAP:
+        if IN_FLOAT16:
+            new_highest = tl.maximum(highest, tl.max(scores + (tl.log2(v_scale) - WEIGHT_BITS)[None, :], 1))
+        elif QUANTIZED or HAS_SOFTCAP:
             new_highest = tl.maximum(highest, tl.max(scores, 1))
         else:  # the largest is the same one before it is scaled
             new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
@@ -142,8 +184,13 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
             weights = tl.exp2(scores - base[:, None])
         else:
             weights = tl.exp2(scores * scale - base[:, None])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(weights, 1)
+        if IN_FLOAT16:  # a total of 2**108 outlasts a step of more than float32's range
+            half = tl.exp2((highest - base) * 0.5)
+            total = total * half * half + tl.sum(weights, 1)
+            shrink = half * half
+        else:
+            shrink = tl.exp2(highest - base)
+            total = total * shrink + tl.sum(weights, 1)
         if QUANTIZED:
             weights = weights * v_scale[None, :]
         if MASKED:
@@ -153,8 +200,13 @@ def _add_keys(acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_s
         else:
             v = tl.load(v_ptr + at)
         if v.dtype != q.dtype:
-            v = v.to(tl.float32).to(q.dtype)
+            v = _widen(v, q.dtype, IN_FLOAT16)
         acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
+        if IN_FLOAT16:  # of the next tile
+            k_scale = _load_scales(k_scale_ptr, block, begin + BLOCK_N, oldest, end, kv_head, num_kv_heads, BLOCK_N,
+                                   BLOCK_SIZE)
+            v_scale = _load_scales(v_scale_ptr, block, begin + BLOCK_N, oldest, end, kv_head, num_kv_heads, BLOCK_N,
+                                   BLOCK_SIZE)
         highest = new_highest
     return acc, total, highest
 
@@ -198,6 +250,15 @@ def paged_attention_kernel(
     q_rows = (first + rows // GROUP).to(tl.int64)
     at_row = is_row[:, None] & (offsets_d < D)[None, :]
     q = tl.load(q_ptr + (q_rows * stride_q + heads * D)[:, None] + offsets_d[None, :], mask=at_row, other=0.0)
+    # Of many rows a tile costs products rather than conversions.
+    IN_FLOAT16: tl.constexpr = (k_ptr.dtype.element_ty == tl.float8e4nv and q_ptr.dtype.element_ty != tl.float32
+                                and BLOCK_M <= 32)
+    if IN_FLOAT16 and q_ptr.dtype.element_ty == tl.bfloat16:
+        wide = q.to(tl.float32)
+        finite = tl.where(tl.abs(wide) < float("inf"), tl.abs(wide), 0.0)  # an infinite row spoils no other
+        factor = LARGEST_QUERY / tl.maximum(tl.max(tl.max(finite, 1), 0), 1e-30)
+        q = (wide * factor).to(tl.float16)
+        scale = scale / factor
     q_position = position + rows // GROUP
     end = position + num_queries
     lo = key_begin + split * per_split * BLOCK_N
@@ -205,27 +266,33 @@ def paged_attention_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if HAS_SINKS:  # one more logit in the softmax that has no value; it belongs to the first split
-        sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
-        highest = tl.where(split == 0, sink, highest)
-        total = tl.where(split == 0, 1.0, total)
     if not HAS_WINDOW:
         whole = tl.maximum(tl.minimum(hi, (position + 1) // BLOCK_N * BLOCK_N), lo)
         acc, total, highest = _add_keys(
             acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
             table_ptr + request.to(tl.int64) * stride_table, lo, whole, end, kv_head, scale, softcap, window,
-            stride_slot, num_kv_heads, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, HAS_SOFTCAP, QUANTIZED)
+            stride_slot, num_kv_heads, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, HAS_SOFTCAP, QUANTIZED,
+            IN_FLOAT16)
         lo = whole
     acc, total, highest = _add_keys(
         acc, total, highest, q, q_position, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr + request.to(tl.int64) * stride_table, lo, hi, end, kv_head, scale, softcap, window, stride_slot,
-        num_kv_heads, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, HAS_WINDOW, HAS_SOFTCAP, QUANTIZED)
+        num_kv_heads, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, HAS_WINDOW, HAS_SOFTCAP, QUANTIZED, IN_FLOAT16)
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # no key at all (padding): zeros
+    lse = highest + tl.log2(total)
+    if HAS_SINKS:  # one more logit in the softmax that has no value, hence no scale; it belongs to the first split
+        sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.where(split == 0, sink, float("-inf"))
+        larger = tl.maximum(lse, sink)
+        larger = tl.where(larger == float("-inf"), 0.0, larger)
+        of_keys = tl.exp2(lse - larger)
+        of_all = of_keys + tl.exp2(sink - larger)
+        out = out * (of_keys / tl.where(of_all == 0.0, 1.0, of_all))[:, None]
+        lse = larger + tl.log2(of_all)
     if per_split < key_tiles:
         part = tl.where(parts_by_request != 0, request, tile)
         part_row = ((part.to(tl.int64) * num_kv_heads + kv_head) * num_splits + split) * part_rows + rows
         tl.store(part_ptr + part_row[:, None] * D + offsets_d[None, :], out, mask=at_row)
-        lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(part_lse_ptr + part_row, lse, mask=is_row)
     else:
         tl.store(out_ptr + (q_rows * stride_out + heads * D)[:, None] + offsets_d[None, :],

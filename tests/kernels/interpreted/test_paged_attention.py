@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.kernels.interpreted.tools import BF16, FP8, INT8, make_batch
 from tests.worker.test_attention import BATCHES, build, plain_attention
 from worker.attention import triton_paged
+from worker.attention.base import BatchMeta
 from worker.attention.registry import get_backend
 from worker.attention.triton_paged import NO_SPLIT, SPLIT_SHORT_REQUESTS, SPLIT_TILES, LaunchPlan, TritonBackend
 from worker.kernels import chip, configs
@@ -18,6 +19,8 @@ from worker.kernels.chip import Chip
 from worker.kernels.combine_splits import combine_splits_reference
 from worker.kernels.configs import TileConfig
 from worker.kernels.paged_attention import paged_attention_reference
+from worker.kv_pool import write_kv
+from worker.kv_quant import dequantize
 
 FLOAT32 = {"atol": 3e-6, "rtol": 1e-5}
 HALF = {"atol": 1e-2, "rtol": 1e-2}
@@ -64,14 +67,20 @@ def test_head_shapes_of_mixed_batches_and_an_explicit_scale(heads: int, kv_heads
     torch.testing.assert_close(out, paged_attention_reference(q, cache, meta, scale=0.3), **FLOAT32)
 
 
-@pytest.mark.parametrize("block_size, block_n", [(16, 32), (48, 32), (64, 64), (80, 16)])
+@pytest.mark.parametrize("pool, window", [(torch.float32, 0), (FP8, 0), (FP8, 20)])
+@pytest.mark.parametrize("block_size, block_n", [(16, 32), (48, 32), (64, 64), (64, 16), (80, 16)])
 def test_block_sizes_below_at_and_above_the_key_tile(
-    block_size: int, block_n: int, monkeypatch: pytest.MonkeyPatch
+    block_size: int, block_n: int, pool: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """float8's scales are read a tile ahead; those before the window are NaN."""
     backend = use_tiles(monkeypatch, 16, block_n, processors=1)
-    meta, cache = make_batch([1, 6, 1], [block_size, block_size + 1, block_size - 1], kv_heads=1, block_size=block_size)
-    q = random_q(8, 4, 16)
-    torch.testing.assert_close(backend.forward(q, cache, meta), paged_attention_reference(q, cache, meta), **FLOAT32)
+    meta, cache = make_batch([1, 6, 1], [block_size, block_size + 1, block_size - 1], kv_heads=1, block_size=block_size,
+                             dtype=pool, window=window)
+    q = random_q(8, 4, 16, BF16 if pool == FP8 else torch.float32)
+    plain = [dequantize(p, s).nan_to_num() for p, s in zip(cache[:2], cache[2:], strict=True)] if pool == FP8 else cache
+    expected = paged_attention_reference(q.float(), tuple(plain), meta, window=window)
+    out = backend.forward(q, cache, meta, window=window).float()
+    torch.testing.assert_close(out, expected, **(HALF if pool == FP8 else FLOAT32))
 
 
 @pytest.mark.parametrize("window", [0, 5, 33])
@@ -131,7 +140,7 @@ def test_pools_of_every_dtype_equal_their_dequantised_values(
     torch.testing.assert_close(out, expected, **(FLOAT32 if dtype == torch.float32 else HALF))
 
 
-@pytest.mark.parametrize("dim, pool", [(64, BF16), (128, BF16), (256, BF16), (128, INT8)])
+@pytest.mark.parametrize("dim, pool", [(64, BF16), (128, BF16), (256, BF16), (128, INT8), (128, FP8)])
 def test_the_tiles_of_a_hopper_gpu(dim: int, pool: torch.dtype) -> None:
     """Decodes, drafts and a chunk with the table's own shapes; a step with drafts only has smaller tiles."""
     for query_lens, seq_lens in (([1, 1], [70, 9]), ([5, 3], [60, 3]), ([1, 40], [70, 45])):
@@ -297,3 +306,66 @@ def test_combining_parts_equals_the_formula() -> None:
     parts = torch.stack([torch.softmax(s, -1) @ v for s, v in zip(scores.split(4, 1), values.split(4), strict=True)])
     lse = torch.stack([s.logsumexp(-1) for s in scores.split(4, 1)]) * 1.4426950408889634
     torch.testing.assert_close(combine_splits_reference(parts, lse), torch.softmax(scores, -1) @ values)
+
+
+def write_values(
+    meta: BatchMeta, cache: tuple[torch.Tensor, ...], lengths: list[int], k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """k, v [tokens of all requests, Hkv, D] in the place of what the batch's pool holds."""
+    positions = [(r, torch.arange(length)) for r, length in enumerate(lengths)]
+    slots = torch.cat([meta.block_table[r, p // 16].long() * 16 + p % 16 for r, p in positions])
+    write_kv(cache, k, v, slots)
+
+
+def error_of_rows(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest, relative to the largest element of its row."""
+    return float(((out.float() - expected).abs().amax(-1) / expected.abs().amax(-1)).max())
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [3, 5]])
+@pytest.mark.parametrize(
+    "dtype, q_size, smallest, largest",
+    [(BF16, 1e6, -28, 36), (BF16, 1e-25, -28, 36), (BF16, 1.0, -28, -10), (torch.float16, 1.0, -6, 4)],
+)
+def test_float8_takes_queries_and_values_of_every_size(
+    query_lens: list[int], dtype: torch.dtype, q_size: float, smallest: int, largest: int,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16 ends at 65504 and 6e-8; scales reach from 2**-100 to 1e36 / 448. Heads of zeros have the smallest scale
+    and weigh as much as others, and a sink has no scale at all."""
+    lengths, generator = [70, 41], torch.Generator().manual_seed(5)
+    meta, cache = make_batch(query_lens, lengths, dtype=FP8)
+    sizes = 10.0 ** torch.randint(smallest, largest + 1, (sum(lengths), 2, 1), generator=generator)
+    k, v = torch.randn((2, sum(lengths), 2, 16), generator=generator).clamp(-3, 3).unbind(0)
+    sizes[3::7] = 0.0
+    sizes[:16] = sizes[70:86] = 0.0  # whole tiles, before others
+    sizes[1] = sizes[71] = 10.0**smallest
+    write_values(meta, cache, lengths, k / q_size, sizes * v)
+    q = (q_size * torch.randn((sum(query_lens), 4, 16), generator=generator)).to(dtype)
+    backend = use_tiles(monkeypatch, 16, 16)
+    for splits in (1, 8):
+        monkeypatch.setitem(chip._known, torch.device("cpu"), Chip(90, splits))
+        for sinks in (None, torch.tensor([-20.0, 0.5, 3.0, 15.0])):
+            meta.cache.clear()
+            expected = paged_attention_reference(q.float(), cache, meta, sinks=sinks)
+            assert error_of_rows(backend.forward(q, cache, meta, sinks=sinks), expected) < 2e-2
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+def test_what_is_not_finite_spoils_only_what_reads_it(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN key, an infinite value, an infinite query and a NaN query, each of one head, in a float8 pool."""
+    lengths = [40, 20, 33, 33]
+    meta, cache = make_batch([1, 1, 2, 2], lengths, dtype=FP8)
+    k, v = torch.randn((2, sum(lengths), 2, 16), generator=torch.Generator().manual_seed(3)).unbind(0)
+    q = random_q(6, 4, 16, BF16)
+    write_values(meta, cache, lengths, k, v)
+    expected = paged_attention_reference(q.float(), cache, meta)
+    k[3, 0, 7], v[45, 1, 2] = float("nan"), float("inf")
+    q[3, 1, 4], q[4, 2, 0] = float("inf"), float("nan")
+    write_values(meta, cache, lengths, k, v)
+    out = use_tiles(monkeypatch, 16, 16, splits).forward(q, cache, meta).float()
+    spoilt = torch.zeros((6, 4), dtype=torch.bool)
+    for row, head in ((0, 0), (0, 1), (1, 2), (1, 3), (3, 1), (4, 2)):
+        spoilt[row, head] = True
+    assert torch.equal(out.isnan().all(-1), spoilt) and torch.equal(out.isnan().any(-1), spoilt)
+    torch.testing.assert_close(out[~spoilt], expected[~spoilt], **HALF)
