@@ -30,7 +30,7 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())
 _SCHED_ATTR = struct.Struct("<IIQiIQQQII")      # size, policy, flags, nice, priority, runtime, deadline, period, clamps
 _SIGEVENT = struct.Struct("<QiiI44x")           # value, signal, how to tell, thread
 _SIGEV_THREAD_ID = 4
-_PAUSE_SIGNAL = signal.SIGRTMIN                 # 34: for nothing else in such a process
+_PAUSE_SIGNAL = getattr(signal, "SIGRTMIN", 0)    # 34: for nothing else in such a process
 _ITIMERSPEC = struct.Struct("<qqqq")            # interval and first: seconds, nanoseconds
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.signal.argtypes, _libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
@@ -56,7 +56,7 @@ def pausing() -> Iterator[None]:
     """While this runs, the calling thread sleeps for a moment every half millisecond, inside the call of a library,
     too: the signal's handler is the C library's usleep itself, and sleeps as many microseconds as its argument, the
     signal's number, says. Best effort."""
-    if not hasattr(_libc, "timer_create"):
+    if not _PAUSE_SIGNAL or not hasattr(_libc, "timer_create"):
         yield
         return
     _libc.signal(_PAUSE_SIGNAL, ctypes.cast(_libc.usleep, ctypes.c_void_p))
