@@ -23,7 +23,7 @@ from numba import types
 from worker.jit import step as st
 from worker.jit.attend_codes import code_scores_rows, code_values_rows, quantize_query, weigh_codes
 from worker.jit.attend_plan import (BEGIN, COUNT, DONE, END, FIRST, MAX_ROWS, PADDING, PARTIAL, POSITION, REQUEST,
-                                    SPLIT, SPLIT_QUERIES, TASK_FIELDS, TOKEN_FIELDS, pool_order)
+                                    SPLIT, SPLIT_QUERIES, TASK_FIELDS, TOKEN_FIELDS, lowest_key, pool_order)
 from worker.jit.attend_softmax import CHUNK, HEADER, LOG2_E, clear, finish, merge, rescale, take_scores, weigh
 from worker.jit.attend_tiles import (GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_K_SCALES, GROUP_NEXT_K, GROUP_NEXT_V,
                                      GROUP_V, GROUP_V_SCALES, scores_rows, values_rows)
@@ -83,7 +83,7 @@ def _attend(op, step, number, first_head, num_heads, next_task, next_head,  # ty
     for t in range(count):
         at = position + t
         high = pool_order(at, size, padded)
-        low = pool_order(max(0, at - window + 1), size, padded) if window > 0 else 0
+        low = lowest_key(at, window, size, padded)
         for g in range(group):
             m = t * group + g
             set_i64(limits, 2 * m, low)
@@ -225,8 +225,8 @@ def _locate_first(groups, op, step, number, head, size, padded, dim_bytes, row_b
                   item):
     """Fill four groups with the first keys of a task, to be asked for."""
     task = get_i64(step, st.TASKS) + number * (8 * TASK_FIELDS)
-    position, window = get_i64(task, POSITION), get_i64(step, st.WINDOW)
-    low = pool_order(max(0, position - window + 1), size, padded) if window > 0 else 0
+    position = get_i64(task, POSITION)
+    low = lowest_key(position, get_i64(step, st.WINDOW), size, padded)
     high = pool_order(position + get_i64(task, COUNT) - 1, size, padded)
     key = max(get_i64(task, BEGIN) * SPLIT, low // CHUNK * CHUNK)
     table = get_i64(step, st.TABLE) + get_i64(task, REQUEST) * get_i64(step, st.TABLE_STRIDE) * 4

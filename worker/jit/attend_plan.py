@@ -30,6 +30,12 @@ def pool_order(position, size, padded):  # type: ignore[no-untyped-def]
 
 
 @device
+def lowest_key(position, window, size, padded):  # type: ignore[no-untyped-def]
+    """The first key, in pool order, that the query at a position sees; window 0: all before it."""
+    return pool_order(max(0, position - window + 1), size, padded) if window > 0 else 0
+
+
+@device
 def plan_attention(step, num_threads):  # type: ignore[no-untyped-def]
     """Fill TASKS and TOKENS of the step. Splitting a context over units changes no bit of the result, so how much is
     split may depend on the batch: only when there would be too few units for the threads."""
@@ -61,8 +67,7 @@ def plan_attention(step, num_threads):  # type: ignore[no-untyped-def]
             while at < last:
                 count = min(per_task, last - at)
                 position = begin + at - first
-                lowest = max(0, position - window + 1) if window > 0 else 0
-                split = pool_order(lowest, size, padded) // SPLIT
+                split = lowest_key(position, window, size, padded) // SPLIT
                 end = pool_order(position + count - 1, size, padded) // SPLIT + 1
                 largest = end - split
                 if may_split and last - first <= SPLIT_QUERIES and end - split > 1:

@@ -35,10 +35,6 @@ _LAYER_PARTS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_pro
                 "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 
 
-def _whole_lines(floats: int) -> int:
-    return -(-floats // 16) * 16
-
-
 def refusal(config: ModelConfig) -> str | None:
     """None if this model's shape suits the kernels, else why not."""
     if config.num_experts:
@@ -177,7 +173,7 @@ class JitModel:
         qkv, attended = Rows(capacity, widest["qkv"], False), Rows(capacity, heads * dim, has_int)
         delta = Rows(capacity, max(widest["o"], widest["down"]), False)
         gate_up, act = self._gates(capacity, widest["gate_up"]), Rows(capacity, config.intermediate_size, has_int)
-        scratch = aligned_empty((self.team.num_threads, _whole_lines(hidden_size)), np.float32)
+        scratch = aligned_empty((self.team.num_threads, hidden_size), np.float32)   # rows of norms, whole lines each
         self._hidden = torch.from_numpy(normed.values)
         program = self._program = pg.Program()
         program.keep(residual, normed, qkv, attended, delta, gate_up, act, scratch, self.norms, self.last_norm)
