@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("numba")
 
@@ -18,6 +19,10 @@ from worker.jit import program as pg  # noqa: E402
 from worker.jit import step as st  # noqa: E402
 from worker.jit import team as team_module  # noqa: E402
 from worker.jit.team import MAX_OPS, MAX_ROWS, Team, get_team  # noqa: E402
+from worker.linear.formats import FLOAT32, INT4_MIN, INT8_WIDE  # noqa: E402
+from worker.linear.kernel import KernelLinear  # noqa: E402
+from worker.linear.route import PackedLinear  # noqa: E402
+from worker.linear.tune import make_weight  # noqa: E402
 
 WIDTH = 32
 
@@ -132,3 +137,23 @@ def test_a_process_ends_with_its_threads_still_waiting() -> None:
     root = str(Path(__file__).parents[2])
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
     assert (result.stdout, result.returncode) == ("done\n", 0), result.stderr
+
+
+@pytest.mark.parametrize("kind", [FLOAT32, INT8_WIDE, INT4_MIN])
+def test_no_cut_among_threads_changes_a_bit(kind: int) -> None:
+    """A part of the rows for each thread, more parts than threads, fewer, none: and one thread that has them all."""
+    layer = PackedLinear([make_weight(kind, 160, 192)])
+    for rows in (1, 30, 50, 191, 200, 500):
+        x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(rows))
+        whole = KernelLinear(layer, get_team(1))(x)
+        for num_threads in (2, 3, 5):
+            assert torch.equal(KernelLinear(layer, get_team(num_threads))(x), whole), (rows, num_threads)
+
+
+def test_what_a_late_thread_does_not_come_to_is_done_by_the_others() -> None:
+    """Its run is taken from the back, to the last unit."""
+    team = Team(2)
+    team._is_started = True                     # its second thread never comes
+    adding = Adding(team, num_ops=3, rows=64)
+    adding.run()
+    assert (adding.residual == 3).all()

@@ -25,6 +25,10 @@ def _ordered_store(builder: Any, address: Any, value: Any) -> None:
     builder.store_atomic(value, pointer(builder, address, I64), "seq_cst", 8)
 
 
+def _store_after_others(builder: Any, address: Any, value: Any) -> None:
+    builder.store_atomic(value, pointer(builder, address, I64), "release", 8)
+
+
 def _pause(builder: Any) -> None:
     """Tell the core that this is a waiting loop."""
     if "sse2" in features.cpu_features():
@@ -38,4 +42,6 @@ atomic_add = make(types.int64, (_ADDRESS, types.int64), lambda b, address, value
 compare_and_swap = make(types.int64, (_ADDRESS, types.int64, types.int64), _compare_and_swap)
 atomic_load = make(types.int64, (_ADDRESS,), _ordered_load)
 atomic_store = make(types.void, (_ADDRESS, types.int64), _ordered_store)
+# Seen no earlier than what was stored before it; loads after it may overtake it, which saves the wait for the line.
+set_ordered = make(types.void, (_ADDRESS, types.int64), _store_after_others)
 pause = make(types.void, (), _pause)

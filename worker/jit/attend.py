@@ -38,10 +38,9 @@ POOL_FIELDS = (K_POOL, V_POOL, K_SCALES, V_SCALES)   # of the tensors of a cache
 
 @device
 def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
-    whole, threads = get_i64(step, st.NUM_WHOLE), get_i64(step, st.NUM_THREADS)
-    kv_heads = get_i64(step, st.KV_HEADS)
+    whole, kv_heads = get_i64(step, st.NUM_WHOLE), get_i64(step, st.KV_HEADS)
     number, first_head, num_heads = _place(unit, whole, kv_heads)
-    next_task, next_head, _ = _place(unit + threads, whole, kv_heads)   # what this thread takes next, probably
+    next_task, next_head, _ = _place(unit + 1, whole, kv_heads)   # what this thread takes next, probably
     if next_task >= get_i64(step, st.NUM_TASKS):
         next_task = types.int64(-1)
     _attend(op, step, number, first_head, num_heads, next_task, next_head, thread, scale)

@@ -1,7 +1,8 @@
 """One linear layer, or a slice of its outputs: tiles of 32 outputs over all rows of the step.
 
 A unit of work is some tiles times some rows. At few rows units are sized in bytes (a decode step streams the weights
-once); at many rows by tiles, and rows are cut too when there are fewer tiles than the threads can share. Where gates
+once); at many rows by tiles, and rows are cut too: into one part a thread, so that a thread's rows stay in its cache
+from operation to operation, or more where there are fewer tiles than the threads can share. Where gates
 and ups lie in turn (GATE), a unit makes of both what the next layer reads, and neither goes through memory.
 """
 from __future__ import annotations
@@ -18,7 +19,7 @@ from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
 
 KIND, X, LDX, SIDE, LD_SIDE, W, SCALES, MINIMA, NUM_K, NUM_TILES, TILE_BYTES, OUT, LD_OUT, BIAS = range(8, 22)
 # TILE_ROWS: most rows of a tile for steps of up to 8, 32, 128 and more rows, eight bits each (worker/linear/table.py).
-TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, ROW_UNITS, MOST, TILES_AHEAD, SOON_STEP, NEXT_STEP, SHARE_STEP = range(22, 31)
+TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, TILE_UNITS, MOST, SOON_STEP, NEXT_STEP, SHARE_STEP = range(22, 30)
 # GATE: tiles of gates, followed by as many of ups; 0: outputs stay as they are. If it is set, OUT is memory for
 # GATED_ROWS rows of such a group, LD_OUT bytes each and THREAD_BYTES of every thread; the others as in silu.py.
 GATE, THREAD_BYTES, ACT_SIZE, ACT, ACT_Q, ACT_SIDE, ACT_LD_SIDE = range(31, 38)
@@ -27,6 +28,7 @@ _UNIT_BYTES = 64 << 10                      # of weights: long enough for the ha
 _LONG_UNIT_BYTES = 256 << 10                # where tiles fetch each other: the first of a unit is fetched by itself
 UNITS_PER_THREAD = 6
 _ROW_STEP = 12                              # whole tiles of every kind
+_PART_ROWS = 96                             # so many rows pay for reading the weights once more, for rows of one's own
 
 
 def _int_rows(kind: int) -> Callable[..., Any]:
@@ -91,11 +93,10 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
     if num_rows >= 4 * _ROW_STEP:
         per_unit = 1
         wanted *= together                      # as small units as tiles are
-        if groups < wanted:
-            parts = min((wanted + groups - 1) // groups, num_rows // (2 * _ROW_STEP))
-            rows = (num_rows + parts - 1) // parts
-            rows = (rows + _ROW_STEP - 1) // _ROW_STEP * _ROW_STEP
-    row_units = (num_rows + rows - 1) // rows
+        parts = max(min(num_threads, num_rows // _PART_ROWS), min((wanted + groups - 1) // groups,
+                                                                  num_rows // (2 * _ROW_STEP)), 1)
+        rows = (num_rows + parts - 1) // parts
+        rows = (rows + _ROW_STEP - 1) // _ROW_STEP * _ROW_STEP
     # Bytes that each step of a tile asks for: of the tile itself, and of the next one, which all passes but the first
     # fetch together, or all, in whole lines.
     steps = get_i64(op, NUM_K) // (UNROLL if get_i64(op, KIND) <= BF16_WEIGHTS else _block(op))
@@ -107,9 +108,8 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
     set_i64(op, MOST, most)
     set_i64(op, TILES_PER_UNIT, per_unit * together)
     set_i64(op, ROWS_PER_UNIT, rows)
-    set_i64(op, ROW_UNITS, row_units)
-    set_i64(op, TILES_AHEAD, together * (per_unit * num_threads if row_units == 1 else 1))
-    return (groups + per_unit - 1) // per_unit * row_units
+    set_i64(op, TILE_UNITS, (groups + per_unit - 1) // per_unit)
+    return get_i64(op, TILE_UNITS) * ((num_rows + rows - 1) // rows)
 
 
 @device
@@ -130,14 +130,14 @@ def _whole_lines(size):  # type: ignore[no-untyped-def]
 
 @device
 def matmul_unit(op, unit, num_rows, thread):  # type: ignore[no-untyped-def]
-    row_units, per_unit, rows = get_i64(op, ROW_UNITS), get_i64(op, TILES_PER_UNIT), get_i64(op, ROWS_PER_UNIT)
-    first_tile, first_row = unit // row_units * per_unit, unit % row_units * rows
+    tile_units, per_unit, rows = get_i64(op, TILE_UNITS), get_i64(op, TILES_PER_UNIT), get_i64(op, ROWS_PER_UNIT)
+    first_tile, first_row = unit % tile_units * per_unit, unit // tile_units * rows
     last_tile = min(first_tile + per_unit, get_i64(op, NUM_TILES))
     last_row = min(first_row + rows, num_rows)
     gate, ldo = get_i64(op, GATE), get_i64(op, LD_OUT)
     if gate == 0:
         for tile in range(first_tile, last_tile):
-            next_tile = tile + 1 if tile + 1 < last_tile else _next_unit(op, first_tile)
+            next_tile = tile + 1 if tile + 1 < last_tile else _next_unit(op, last_tile)
             _tile_rows(op, tile, next_tile, tile > first_tile, first_row, last_row,
                        get_i64(op, OUT) + tile * (4 * TILE), ldo)
         return
@@ -150,7 +150,7 @@ def matmul_unit(op, unit, num_rows, thread):  # type: ignore[no-untyped-def]
                 if tile + 1 < start + 2 * gate:
                     next_tile = tile + 1 if m == first_row else tile
                 elif last == last_row:
-                    next_tile = tile + 1 if tile + 1 < last_tile else _next_unit(op, first_tile)
+                    next_tile = tile + 1 if tile + 1 < last_tile else _next_unit(op, last_tile)
                 _tile_rows(op, tile, next_tile, tile > first_tile or m > first_row, m, last,
                            pairs + (tile - start) * (4 * TILE) - m * ldo, ldo)
             silu_columns(m, last - m, pairs, gate * TILE, start // 2 * TILE, get_i64(op, ACT_SIZE), get_i64(op, ACT),
@@ -158,9 +158,9 @@ def matmul_unit(op, unit, num_rows, thread):  # type: ignore[no-untyped-def]
 
 
 @device
-def _next_unit(op, first_tile):  # type: ignore[no-untyped-def]
-    """The first tile of what this thread takes next, probably."""
-    return min(first_tile + get_i64(op, TILES_AHEAD), get_i64(op, NUM_TILES) - 1)
+def _next_unit(op, last_tile):  # type: ignore[no-untyped-def]
+    """The first tile of what this thread takes next, probably: what follows."""
+    return min(last_tile, get_i64(op, NUM_TILES) - 1)
 
 
 @device

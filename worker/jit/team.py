@@ -1,14 +1,16 @@
 """The threads that run a program, and the one function they all execute.
 
-Every thread walks the same list of operations. An operation is a number of units of work; a thread takes the next unit
-by compare-and-swap on the operation's ticket counter, and moves on when all units are *done*. Nobody waits for a
+Every thread walks the same list of operations. An operation is a number of units of work, cut into as many runs as
+there are threads: a thread takes the units of its own run from the front, then those that others have not come to yet
+from the back, and moves on when all are *done*. Rows and weights so stay with the core that has them in its caches from
+one operation to the next; a line of another core's cache costs as much as reading it from memory. Nobody waits for a
 thread, only for units that a thread has taken: if another process holds a core, the rest of the team does its share,
 and a thread that comes late finds the tickets of its generation gone. This is why there is no barrier to collapse.
 
-    words of an operation:   generation | units | next ticket          generation | 0 | units done
-                             24 bits      20      20
+    words of a run:   generation | end | next unit          generation | units | units done
+                         24 bits    20     20
 
-One read of a word is a consistent view, whatever step it is of. A thread that takes a ticket knows that the step is
+One read of a word is a consistent view, whatever step it is of. A thread that takes a unit knows that the step is
 alive, and stays so until it reports the unit done; only then does it look at the program and the step, which a late
 thread must not touch: they may be another step's by then, or gone.
 
@@ -28,7 +30,7 @@ import numpy as np
 from numba import types
 
 from worker.jit import step as st
-from worker.jit.atomics import atomic_add, atomic_load, atomic_store, compare_and_swap, pause
+from worker.jit.atomics import atomic_add, atomic_load, atomic_store, compare_and_swap, pause, set_ordered
 from worker.jit.attend_plan import plan_attention
 from worker.jit.choice import ThreadChoice
 from worker.jit.program import NUM_UNITS, OP_BYTES, prepare, run_unit
@@ -38,7 +40,7 @@ from worker.jit.vector import device, entry, get_i64, set_i64
 GENERATION, IDLE, SLEEPING, STOP, PROGRAM, NUM_OPS, STEP, COUNTERS, TIMEOUT, THREADS, ALONE = (
     0, 8, 16, 24, 32, 33, 34, 35, 40, 42, 48)
 CONTROL_SIZE = 64
-COUNTER_BYTES = 128
+RUN_BYTES = 128                             # a cache line for each of its words
 MAX_OPS = 4096
 MAX_UNITS = (1 << 20) - 1
 MAX_ROWS = 1 << 16
@@ -73,54 +75,79 @@ else:
 @device
 def _execute(control, generation, thread):  # type: ignore[no-untyped-def]
     """Walk the program once. Returns early when the step has ended without this thread."""
-    counters, sleeping = get_i64(control, COUNTERS), control + 8 * SLEEPING
+    counters, sleeping, threads = get_i64(control, COUNTERS), control + 8 * SLEEPING, get_i64(control, THREADS)
     for index in range(get_i64(control, NUM_OPS)):
-        ticket = counters + index * COUNTER_BYTES
-        done = ticket + 64
-        while True:
-            word = atomic_load(ticket)
-            if word >> _GENERATION_SHIFT != generation:
+        runs = counters + index * threads * RUN_BYTES
+        for i in range(threads):
+            ticket = runs + (thread + i) % threads * RUN_BYTES
+            done = ticket + 64
+            while True:
+                word = atomic_load(ticket)
+                if word >> _GENERATION_SHIFT != generation:
+                    return
+                end, unit = (word >> _UNITS_SHIFT) & _COUNT, word & _COUNT
+                if unit >= end:
+                    break
+                taken = word + 1
+                if i > 0:
+                    unit, taken = end - 1, word - (1 << _UNITS_SHIFT)
+                if compare_and_swap(ticket, word, taken) == word:
+                    run_unit(get_i64(control, PROGRAM) + index * OP_BYTES, get_i64(control, STEP), unit, thread)
+                    if _is_complete(atomic_add(done, 1) + 1) and atomic_load(sleeping) > 0:
+                        _wake(done)
+        for i in range(threads):
+            if not _await(runs + (thread + i) % threads * RUN_BYTES + 64, generation, control):
                 return
-            units, unit = (word >> _UNITS_SHIFT) & _COUNT, word & _COUNT
-            if unit >= units:
-                break
-            if compare_and_swap(ticket, word, word + 1) == word:
-                run_unit(get_i64(control, PROGRAM) + index * OP_BYTES, get_i64(control, STEP), unit, thread)
-                if (atomic_add(done, 1) + 1) & _COUNT == units and atomic_load(sleeping) > 0:
-                    _wake(done)
-        spins = 0
-        while True:
-            word = atomic_load(done)
-            if word >> _GENERATION_SHIFT != generation:
-                return
-            if word & _COUNT >= units:
-                break
-            spins += 1
-            if spins < SPINS:
-                pause()
-            else:
-                atomic_add(sleeping, 1)
-                _sleep(done, word, control + 8 * TIMEOUT)
-                atomic_add(sleeping, -1)
+
+
+@device
+def _is_complete(word):  # type: ignore[no-untyped-def]
+    """All units of a run are done."""
+    return word & _COUNT == (word >> _UNITS_SHIFT) & _COUNT
+
+
+@device
+def _await(done, generation, control):  # type: ignore[no-untyped-def]
+    """Until a run is complete; false when the step has ended meanwhile."""
+    sleeping, spins = control + 8 * SLEEPING, 0
+    while True:
+        word = atomic_load(done)
+        if word >> _GENERATION_SHIFT != generation:
+            return False
+        if _is_complete(word):
+            return True
+        spins += 1
+        if spins < SPINS:
+            pause()
+        else:
+            atomic_add(sleeping, 1)
+            _sleep(done, word, control + 8 * TIMEOUT)
+            atomic_add(sleeping, -1)
 
 
 @device
 def _publish(control, generation):  # type: ignore[no-untyped-def]
-    """Open a step: sizes first, then the words, the last of which let threads in."""
+    """Open a step: sizes first, then the words, the last of which let threads in. Who is alone has all in one run."""
     program, step, counters = get_i64(control, PROGRAM), get_i64(control, STEP), get_i64(control, COUNTERS)
     num_ops, threads = get_i64(control, NUM_OPS), get_i64(control, THREADS)
+    alone = get_i64(control, ALONE) != 0
     if get_i64(step, st.TASKS) != 0:
         plan_attention(step, threads)
+    mark = generation << _GENERATION_SHIFT
     for index in range(num_ops):
-        op, word = program + index * OP_BYTES, counters + index * COUNTER_BYTES
-        units = prepare(op, step, threads)
+        op = program + index * OP_BYTES
+        units, begin = prepare(op, step, threads), types.int64(0)
         set_i64(op, NUM_UNITS, units)
-        atomic_store(word + 64, generation << _GENERATION_SHIFT)
-        # A late thread of the last step may see this before the others are set: it is not of this generation yet, and
-        # whoever is takes operations in order and waits for each.
-        atomic_store(word, (generation << _GENERATION_SHIFT) | (units << _UNITS_SHIFT))
+        for run in range(threads):
+            word = counters + (index * threads + run) * RUN_BYTES
+            end = units if alone else units * (run + 1) // threads
+            set_ordered(word + 64, mark | ((end - begin) << _UNITS_SHIFT))
+            # A late thread of the last step may see this before the others are set: it is not of this generation yet,
+            # and whoever is takes operations in order and waits for each.
+            set_ordered(word, mark | (end << _UNITS_SHIFT) | begin)
+            begin = end
     atomic_store(control + 8 * GENERATION, generation)
-    if atomic_load(control + 8 * IDLE) > 0 and atomic_load(control + 8 * ALONE) == 0:
+    if atomic_load(control + 8 * IDLE) > 0 and not alone:
         _wake(control + 8 * GENERATION)
 
 
@@ -161,7 +188,7 @@ class Team:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        raw = np.zeros(8 * CONTROL_SIZE + COUNTER_BYTES * MAX_OPS + 64, np.uint8)
+        raw = np.zeros(8 * CONTROL_SIZE + RUN_BYTES * MAX_OPS * num_threads + 64, np.uint8)
         start = -raw.ctypes.data % 64
         self._memory = raw[start:]
         self._control = self._memory[:8 * CONTROL_SIZE].view(np.int64)
