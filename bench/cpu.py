@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from bench.cpu_kv import DTYPES, measure_kv, print_kv
-from bench.cpu_rows import Costs, Limits, Rig, measure_rows
+from bench.cpu_rows import Costs, Limits, Rig, measure_rows, prompt_weights
 from ipc.model_source import ModelFiles, resolve_model
 from ipc.option_help import OptionParser
-from worker.attention.base import BatchMeta
+from worker.attention.base import BatchMeta, LastRows
 from worker.attention.jit import JitBackend
 from worker.attention.registry import get_backend
 from worker.jit import features
@@ -105,8 +105,9 @@ class Bench:
             for tensor in cache:
                 tensor.fill_(1 if tensor.dtype == torch.int8 else 0.01)
 
-    def step(self, rows: int, context: int, tokens: int = 1) -> Callable[[], object]:
-        """A step of `rows` requests that each compute their last `tokens` of `context`, with logits for each."""
+    def step(self, rows: int, context: int, tokens: int = 1, *, is_parted: bool = True) -> Callable[[], object]:
+        """A step of `rows` requests that each compute their last `tokens` of `context`, with logits for each. As served
+        the last layer goes on with the rows that have logits; not is_parted: with all of them."""
         starts = (np.arange(rows + 1) * tokens).astype(np.int32)
         lengths = np.full(rows, context, np.int32)
         positions = np.tile(np.arange(context - tokens, context), rows)
@@ -115,22 +116,28 @@ class Bench:
         meta = BatchMeta.of(starts, lengths, torch.from_numpy(self.table[:rows]), torch.from_numpy(slots), BLOCK_SIZE)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.model.config.vocab_size, (rows * tokens,), generator=generator)
-        places, last = torch.from_numpy(positions), torch.from_numpy(starts[1:].astype(np.int64) - 1)
+        places, last = torch.from_numpy(positions), None
+        if tokens > 1 and is_parted:
+            index = torch.from_numpy(starts[1:].astype(np.int64) - 1)
+            last = LastRows(index, BatchMeta.of(np.arange(rows + 1, dtype=np.int32), lengths, meta.block_table,
+                                                meta.slot_mapping[index], BLOCK_SIZE))
 
         def run() -> object:
             meta.cache.clear()
+            if last is not None:
+                last.meta.cache.clear()
             with torch.inference_mode():
-                hidden = self.model(ids, places, self.pool.caches, meta, self.backend)
-                return self.model.compute_logits(hidden[last] if tokens > 1 else hidden)
+                hidden = self.model(ids, places, self.pool.caches, meta, self.backend, last)
+                return self.model.compute_logits(hidden)
         return run
 
     def stages(self, rows: int, context: int, tokens: int, repeats: int) -> dict[str, float]:
         """Milliseconds of each kind of operation in such a step, run on its own, and of the head."""
-        whole = self.step(rows, context, tokens)    # kept: the step record points into its tensors
+        whole = self.step(rows, context, tokens, is_parted=False)   # kept: the step record points into its tensors
         whole()
         model, step, result = self.model, self.model.workspace.step, {}
         for name, codes in STAGES.items():
-            part = model.operations(codes)
+            part = model.operations(codes, of_every_row=tokens > 1)
             if not len(part):                   # SiLU, where the product before does it
                 continue
 
@@ -153,11 +160,6 @@ def served_dtype(model: Any, asked: str = "auto") -> torch.dtype:
     return torch.bfloat16 if INT8 in kinds else torch.float32
 
 
-def layer_weights(model: JitModel) -> int:
-    """Weights a prompt token meets, without the head."""
-    return sum(layer.num_out * layer.num_k for parts in model.layers for layer in parts.values())
-
-
 def measure(bench: Bench, args: argparse.Namespace, limits: dict[str, Any]) -> dict[str, Any]:
     """Figures of one route; shares where the limit is known."""
     result: dict[str, Any] = {}
@@ -178,7 +180,7 @@ def measure(bench: Bench, args: argparse.Namespace, limits: dict[str, Any]) -> d
         kind = model.layers[0]["qkv"].weights[0].kind
         if kind not in limits["ops_s"]:
             limits["ops_s"][kind] = peak(kind, args.threads)
-        operations = 2 * PROMPT * layer_weights(model)
+        operations = 2 * PROMPT * prompt_weights(model)[0]
         result["prefill 256"]["share_of_limit"] = round(operations / limits["ops_s"][kind] / seconds, 3)
         result["prefill 256"]["stages_ms"] = bench.stages(1, PROMPT, PROMPT, max(3, repeats // 3))
     return result

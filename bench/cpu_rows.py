@@ -31,20 +31,29 @@ class Limits(NamedTuple):
     ops_s: float                                # products and sums of the route's kernel
 
 
+def prompt_weights(model: JitModel) -> tuple[int, int]:
+    """Weights that a prompt token meets, and those that only a row with logits does: in the last layer, all behind keys
+    and values."""
+    counts = [{part: layer.num_out * layer.num_k for part, layer in parts.items()} for parts in model.layers]
+    last = sum(counts[-1].values()) - counts[-1]["qkv"]
+    return sum(sum(layer.values()) for layer in counts) - last, last
+
+
 class Costs(NamedTuple):
     """What a step of a model must read and compute."""
     layer_bytes: int
     head_bytes: int
-    layer_weights: int
-    head_weights: int
+    layer_weights: int                          # a token of the step meets
+    head_weights: int                           # a row with logits meets besides: of the last layer and the head
     kv_token_bytes: int
 
     @classmethod
     def of(cls, model: JitModel, kv_itemsize: int) -> Costs:
         layers, kv_heads, dim = model.kv_spec()
         parts = [layer for parts in model.layers for layer in parts.values()]
-        return cls(sum(p.nbytes for p in parts), model.head.nbytes, sum(p.num_out * p.num_k for p in parts),
-                   model.head.num_out * model.head.num_k, layers * kv_heads * dim * 2 * kv_itemsize)
+        every, last = prompt_weights(model)
+        return cls(sum(p.nbytes for p in parts), model.head.nbytes, every,
+                   last + model.head.num_out * model.head.num_k, layers * kv_heads * dim * 2 * kv_itemsize)
 
     def limit_s(self, limits: Limits, tokens: int, sampled: int, context: int) -> float:
         """Least seconds of a step of `tokens` tokens, of which `sampled` rows have logits, over `context` tokens."""

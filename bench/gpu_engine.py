@@ -226,13 +226,21 @@ def time_prefill(bench: Bench, model: FlatModel, num_tokens: int, target: float)
     bench.report(name, min(times), operations=operations(model.config, [(num_tokens, num_tokens)]), target=target)
 
 
-def operations(config: ModelConfig, rows: list[tuple[int, int]]) -> float:
-    """Of a step whose rows compute t tokens at the end of n: products without the head, and attention."""
-    tokens = sum(t for t, _ in rows)
-    pairs = sum(t * n - t * (t - 1) // 2 for t, n in rows)
+def products(config: ModelConfig, tokens: int, rows: int) -> float:
+    """Operations of a step's linears, none of them experts, where `rows` of its tokens have logits: in the last layer
+    the others stop at their keys and values."""
     heads = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-    dense = weight_count(config) - heads
-    return 2.0 * dense * tokens + 4.0 * config.head_dim * config.num_attention_heads * config.num_hidden_layers * pairs
+    last = config.hidden_size * (config.num_attention_heads * config.head_dim + 3 * config.intermediate_size)
+    head = config.vocab_size * config.hidden_size
+    return 2.0 * ((weight_count(config) - heads - last) * tokens + (last + head) * rows)
+
+
+def operations(config: ModelConfig, rows: list[tuple[int, int]]) -> float:
+    """Of a step whose rows compute t tokens at the end of n, the last of which has logits: products and attention."""
+    layers = config.num_hidden_layers
+    pairs = sum((layers - 1) * (t * n - t * (t - 1) // 2) + n for t, n in rows)
+    return (products(config, sum(t for t, _ in rows), len(rows))
+            + 4.0 * config.head_dim * config.num_attention_heads * pairs)
 
 
 def measure_throughput(bench: Bench, model: FlatModel) -> None:
@@ -253,7 +261,7 @@ def measure_throughput(bench: Bench, model: FlatModel) -> None:
     weights = weight_count(config) * BF16.itemsize
     kv_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BF16.itemsize
     ideal = sum(max((weights + rows * (prompt + outputs / 2) * kv_token) / bench.copy_rate,
-                    2.0 * weight_count(config) * tokens / bench.matmul_rate) for rows, tokens in engine.plans)
+                    products(config, tokens, rows) / bench.matmul_rate) for rows, tokens in engine.plans)
     bench.rows.append({"name": name, "us": round(seconds * 1e6), "rate": f"{count * outputs / seconds:.0f} tok/s",
                        "share": ideal / seconds, "target": 0.6, "tokens_per_s": count * outputs / seconds})
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ipc.messages import SchedulerOutput
-from worker.attention.base import BatchMeta
+from worker.attention.base import BatchMeta, LastRows
 from worker.request_state import I32, I64, RequestState
 from worker.spec_decode.verify import accept
 
@@ -40,6 +40,14 @@ class Batch:
     num_tokens: int
     offsets: np.ndarray | None = None           # [L] drafts before the token; None: no row has drafts
     device_rows: Tensor | None = None           # sample_rows on the device, where the batch was made there
+    # Of logits_index, when there are other tokens than those and nobody reads their hidden states.
+    last: LastRows | None = None
+
+    def with_logits(self, hidden: Tensor) -> Tensor:
+        """What the model gave for this batch -> hidden [L, E] of the rows that have logits."""
+        if self.logits_index is None or self.last is not None:
+            return hidden
+        return hidden.index_select(0, self.logits_index)
 
 
 def sample_layout(state: RequestState, sampling: np.ndarray, last: np.ndarray,
@@ -52,6 +60,11 @@ def sample_layout(state: RequestState, sampling: np.ndarray, last: np.ndarray,
     ends = np.cumsum(num)
     offsets = np.arange(int(ends[-1]) if ends.size else 0) - np.repeat(ends - num, num)
     return np.repeat(sampling, num), np.repeat(last - num + 1, num) + offsets, offsets
+
+
+def is_worth_parting(num_logits: int, num_tokens: int) -> bool:
+    """Whether the last layer should go on with the rows that have logits alone: they must be brought together."""
+    return 2 * num_logits <= num_tokens
 
 
 class RowResults:
@@ -166,12 +179,17 @@ class BatchBuilder(RowResults):
         samples = lengths >= state.known[active]
         sampling, last = active[samples], (starts[1:][samples] - 1).astype(I64)
         rows, index, offsets = sample_layout(state, sampling, last, has_drafts)
-        return Batch(self._tensor(ids), self._tensor(positions), meta, self._tensor(index), rows, counts, total,
-                     offsets)
+        logits_index = self._tensor(index)
+        batch = Batch(self._tensor(ids), self._tensor(positions), meta, logits_index, rows, counts, total, offsets)
+        if is_worth_parting(index.size, total):
+            own = self._meta(self._iota32[:index.size + 1], (positions[index] + 1).astype(I32),
+                             state.block_table[rows], slots[index], 1)
+            batch.last = LastRows(logits_index, own)
+        return batch
 
     def _meta(self, starts: np.ndarray, lengths: np.ndarray, table: np.ndarray, slots: np.ndarray,
               max_query_len: int) -> BatchMeta:
-        longest = int(lengths.max())
+        longest = int(lengths.max(initial=0))
         used = -(-longest // self.state.block_size)
         return BatchMeta(query_start_loc=self._tensor(starts), seq_lens=self._tensor(lengths),
                          block_table=self._tensor(table[:, :used]), slot_mapping=self._tensor(slots),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ipc.messages import SchedulerOutput
-from worker.attention.base import BatchMeta
-from worker.batch import Batch, RowResults, sample_layout
+from worker.attention.base import BatchMeta, LastRows
+from worker.batch import Batch, RowResults, is_worth_parting, sample_layout
 from worker.decode_graphs import ladder
 from worker.pinned import StagingRing
 from worker.request_state import I32, I64, RequestState
@@ -42,7 +42,7 @@ class ResidentBuilder(RowResults):
         size = max(max_tokens, rows)
         ids, positions, slots = (zeros(size, dtype=torch.int64) for _ in range(3))
         self.buffers = StepBuffers(ids, positions, slots, zeros(rows), zeros(rows + 1))
-        self.decode_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.decode_starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._iota, self._iota32 = np.arange(size + 1, dtype=I64), np.arange(size + 1, dtype=I32)
         self._used = 0                          # columns of the table that any row has used
         self._held = np.zeros(state.seats, I64) # blocks of each row's table
@@ -163,9 +163,17 @@ class ResidentBuilder(RowResults):
         at = packed.numel() - active.size
         table = self.columns.table[:n] if active.size == n else self.columns.table.index_select(0, packed[at:])
         meta = self._meta(self.buffers.starts[:active.size + 1], starts, lengths, table, total, int(counts.max()))
-        sampled = packed[at - 2 * num_samples:at].long()
-        return Batch(self.buffers.ids[:total], self.buffers.positions[:total], meta, sampled[num_samples:], sample_rows,
-                     counts, total, offsets, sampled[:num_samples])
+        device_rows, index = packed[at - 2 * num_samples:at].long().view(2, -1)
+        last = None
+        if is_worth_parting(num_samples, total):
+            places, slots = self.buffers.positions.index_select(0, index), self.buffers.slots.index_select(0, index)
+            seen = (positions[sample_tokens] + 1).astype(I32)
+            longest = int(seen.max(initial=0))
+            own = self.columns.table.index_select(0, device_rows)[:, :-(-longest // size)]
+            last = LastRows(index, BatchMeta(self.decode_starts[:num_samples + 1], (places + 1).int(), own, slots, size,
+                                             self._iota32[:num_samples + 1], seen, 1, longest))
+        return Batch(self.buffers.ids[:total], self.buffers.positions[:total], meta, index, sample_rows, counts, total,
+                     offsets, device_rows, last)
 
     def blank(self, size: int) -> Batch:
         """A decode batch of padding rows only, with tables wide enough for any request: what is captured."""

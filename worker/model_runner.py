@@ -222,14 +222,18 @@ class ModelRunner:
             self.builder.warm_up()
 
     def _run(self, batch: Batch) -> Tensor:
-        """hidden of the step's tokens, without those of padding rows."""
+        """hidden of the step's tokens, or of `batch.last`, without those of padding rows."""
         with self.range("forward"):
             if self.graphs is None or batch.counts is not None:
                 return self._forward(batch)
             return self.graphs.run(batch)[:batch.num_tokens]
 
     def _forward(self, batch: Batch) -> Tensor:
-        hidden: Tensor = self.model(batch.input_ids, batch.positions, self.pool.caches, batch.meta, self.backend)
+        """hidden [N, E]; [L, E], of the rows with logits, where `batch.last` is set."""
+        if self.state.num_with_options and batch.last is not None and self.sampler.reads_prompts(batch):
+            batch.last = None
+        hidden: Tensor = self.model(batch.input_ids, batch.positions, self.pool.caches, batch.meta, self.backend,
+                                    batch.last)
         return hidden
 
     def _is_sampled_on_device(self, batch: Batch) -> bool:
@@ -241,8 +245,7 @@ class ModelRunner:
 
     def _sample(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Newest tokens int32 [L], on the device and kept there; below 0: the row's logits are bad."""
-        if batch.logits_index is not None:
-            hidden = hidden.index_select(0, batch.logits_index)
+        hidden = batch.with_logits(hidden)
         state, rows = self.state, batch.sample_rows
         logits = self.model.compute_logits(hidden)
         width = min(logits.shape[1], self.sampler.sampler.num_valid_tokens or logits.shape[1])

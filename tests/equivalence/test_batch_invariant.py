@@ -188,8 +188,8 @@ class Dependent:
         self._model, self.config, self.team, self.kv_spec = model, model.config, model.team, model.kv_spec
         self.compute_logits = model.compute_logits
 
-    def __call__(self, ids: Any, positions: Any, caches: Any, meta: Any, backend: Any) -> torch.Tensor:
-        hidden = self._model(ids, positions, caches, meta, backend)
+    def __call__(self, ids: Any, positions: Any, caches: Any, meta: Any, backend: Any, last: Any) -> torch.Tensor:
+        hidden = self._model(ids, positions, caches, meta, backend, last)
         return hidden * (1 + 2.0**-20) if meta.num_reqs > 1 else hidden
 
 

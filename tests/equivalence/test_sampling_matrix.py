@@ -73,8 +73,9 @@ class TableModel:
         self.logits = torch.randn(997, VOCAB, generator=generator) * 2
         self.kv_spec = template.kv_spec
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, *_: Any) -> torch.Tensor:
-        return self.hidden[(ids * 31 + positions * 7) % 997]
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        hidden = self.hidden[(ids * 31 + positions * 7) % 997]
+        return hidden if rest[-1] is None else hidden[rest[-1].rows]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits[hidden[:, 0].long()]

@@ -87,6 +87,15 @@ class ResidentMirror(MirrorWorker):
         if host.logits_index is not None:
             assert ours.logits_index is not None and ours.logits_index.tolist() == host.logits_index.tolist()
             assert ours.device_rows is not None and ours.device_rows.tolist() == host.sample_rows.tolist()
+        assert (ours.last is None) == (host.last is None)
+        if ours.last is not None and host.last is not None:
+            self.seen.add("parted")
+            assert ours.last.rows.tolist() == host.last.rows.tolist()
+            for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+                assert getattr(ours.last.meta, name).tolist() == getattr(host.last.meta, name).tolist()
+            for name in ("query_start_loc_cpu", "seq_lens_cpu"):
+                assert getattr(ours.last.meta, name).tolist() == getattr(ours.last.meta, name[:-4]).tolist()
+            assert ours.last.meta.max_seq_len == host.last.meta.max_seq_len and ours.last.meta.decode_only
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         result = super().execute(plan)

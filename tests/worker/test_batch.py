@@ -36,6 +36,10 @@ def test_chunks_decodes_and_new_rows_lie_flat():
     assert batch.meta.slot_mapping.tolist() == [2 * 4 + 2, 2 * 4 + 3, 3 * 4, 20 * 4 + 1, 8 * 4 + 1, 36, 37, 38, 39]
     assert batch.logits_index is not None and batch.logits_index.tolist() == [3, 4, 8]     # row 0 is in mid-prompt
     assert batch.sample_rows.tolist() == [1, 2, 3]
+    assert batch.last is not None and batch.last.rows.tolist() == [3, 4, 8] and batch.last.meta.decode_only
+    assert batch.last.meta.seq_lens.tolist() == [42, 10, 4] and batch.last.meta.query_start_loc.tolist() == [0, 1, 2, 3]
+    assert batch.last.meta.slot_mapping.tolist() == [20 * 4 + 1, 8 * 4 + 1, 39]
+    assert batch.last.meta.block_table.tolist() == batch.meta.block_table[1:].tolist()
     assert batch.meta.block_table.shape == (4, 11) and batch.meta.block_table[3].tolist() == [9] + [0] * 10
     assert (batch.meta.max_query_len, batch.meta.max_seq_len, batch.meta.decode_only) == (4, 42, False)
     assert builder.advance(batch, np.array([7, 8, 9], np.int32))[0].tolist() == [-1, 7, 8, 9]
@@ -59,6 +63,16 @@ def test_rows_that_compute_nothing_are_not_in_the_batch():
     assert batch.input_ids.tolist() == [6, 7] and batch.sample_rows.tolist() == [0, 2]
     assert batch.meta.block_table.tolist() == [[3], [1]]
     assert builder.advance(batch, np.array([1, 2], np.int32))[0].tolist() == [1, -1, 2]
+
+
+def test_rows_with_logits_are_parted_from_the_others_only_where_those_are_as_many():
+    builder = builder_of((1, [5, 6, 7], [3]), (2, [9], [2]), (3, [8], [4]), (4, list(range(12)), [5, 6, 7]),
+                         computed=())
+    assert build(builder, counts=[0, 1, 3, 0]).last is None         # of 3 tokens, 2 have logits
+    parted = build(builder, counts=[0, 2, 1, 0, 3, 9]).last
+    assert parted is not None and parted.rows.tolist() == [2] and parted.meta.seq_lens.tolist() == [1]
+    nobody = build(builder, counts=[0, 2, 1, 0, 2, 0, 3, 4]).last
+    assert nobody is not None and nobody.rows.tolist() == [] and nobody.meta.block_table.shape == (0, 0)
 
 
 def test_a_step_in_which_no_row_computes_is_no_batch():

@@ -16,4 +16,4 @@ def test_batches_equal_the_hosts_under_random_plans():
         num_batches += worker.num_batches
     assert num_batches > 500
     assert seen == {"moves", "new", "extend", "advance", "counts", "reset", "decode", "unread", "no copy", "padded",
-                    "preempted", "spec_token_ids"}
+                    "preempted", "spec_token_ids", "parted"}

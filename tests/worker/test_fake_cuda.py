@@ -25,6 +25,7 @@ from ipc.model_source import ModelFiles  # noqa: E402
 from worker import compile_ahead, decode_graphs, startup  # noqa: E402
 from worker.attention.reference import ReferenceBackend  # noqa: E402
 from worker.attention.triton_paged import TritonBackend  # noqa: E402
+from worker.kernels import chip as chip_module  # noqa: E402
 from worker.models import parallel_read  # noqa: E402
 from worker.models.parallel_read import ParallelReader, Piece, Scales  # noqa: E402
 from worker.models.quant_linear import quantize_linears  # noqa: E402
@@ -160,6 +161,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         for name in ("empty", "zeros"):
             patch.setattr(torch, name, without_pin(getattr(torch, name)))
+        patch.setattr(chip_module, "_known", {})    # nobody else's device
         chip = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
         stand_ins = dict(Event=Event, Stream=Stream, current_stream=lambda device=None: found.stream,
                          stream=lambda stream: contextlib.nullcontext(), synchronize=lambda device=None: None,

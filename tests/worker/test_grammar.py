@@ -74,8 +74,9 @@ class RandomModel:
         self.table[:, 32:127] += 2.0
         self.config = type("Config", (), {"vocab_size": VOCAB})
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, *_: Any) -> torch.Tensor:
-        return ((ids * 31 + positions * 7) % 1009)[:, None].float()
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        hidden = ((ids * 31 + positions * 7) % 1009)[:, None].float()
+        return hidden if rest[-1] is None else hidden[rest[-1].rows]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.table[hidden[:, 0].long()].clone()

@@ -11,7 +11,7 @@ pytest.importorskip("numba")
 
 from ipc.errors import ConfigError  # noqa: E402
 from ipc.model_config import ModelConfig  # noqa: E402
-from worker.attention.base import BatchMeta  # noqa: E402
+from worker.attention.base import BatchMeta, LastRows  # noqa: E402
 from worker.attention.jit import JitBackend  # noqa: E402
 from worker.attention.reference import ReferenceBackend  # noqa: E402
 from worker.jit.model import JitModel, refusal  # noqa: E402
@@ -61,8 +61,9 @@ class Running:
         self.pool = KVPool(backend, num_requests * WIDTH, SIZE, model.kv_spec(), torch.float32)
         self.table = np.arange(1, num_requests * WIDTH + 1, dtype=np.int32).reshape(num_requests, WIDTH)
 
-    def step(self, requests: list[int], tokens: list[list[int]], computed: list[int]) -> torch.Tensor:
-        """Logits of every token of the step."""
+    def step(self, requests: list[int], tokens: list[list[int]], computed: list[int],
+             index: list[int] | None = None) -> torch.Tensor:
+        """Logits of every token of the step, or of those with these numbers, parted from the others."""
         counts = [len(part) for part in tokens]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         lengths = (np.array(computed) + counts).astype(np.int32)
@@ -71,9 +72,16 @@ class Running:
         row = np.repeat(np.arange(len(requests)), counts)
         slots = table[row, positions // SIZE].astype(np.int64) * SIZE + positions % SIZE
         meta = BatchMeta.of(starts, lengths, torch.from_numpy(table), torch.from_numpy(slots), SIZE)
+        last = None
+        if index is not None:
+            last = LastRows(torch.tensor(index, dtype=torch.int64), BatchMeta(
+                torch.arange(len(index) + 1).int(), torch.from_numpy(positions[index] + 1).int(),
+                meta.block_table[row[index]], meta.slot_mapping[index], SIZE,
+                np.arange(len(index) + 1, dtype=np.int32), (positions[index] + 1).astype(np.int32), 1,
+                int(lengths.max())))
         with torch.inference_mode():
             hidden = self.model(torch.tensor(sum(tokens, [])), torch.from_numpy(positions), self.pool.caches, meta,
-                                self.backend)
+                                self.backend, last)
             return self.model.compute_logits(hidden).clone()
 
 
@@ -92,6 +100,25 @@ def test_float32_logits_equal_those_of_the_torch_model(family: str) -> None:
         expected, logits = slow.step(requests, tokens, computed), fast.step(requests, tokens, computed)
         assert logits.dtype == torch.float32 and logits.shape == expected.shape
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["none", "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama-groups-of-three", "qwen2-window", "qwen3"])
+def test_rows_that_are_read_may_leave_the_others_behind_in_the_last_layer(family: str, mode: str) -> None:
+    """Bit for bit what they are among all rows; the pool holds the same afterwards; there may be none."""
+    flat = make_flat(make_config(**FAMILIES[family]))
+    model = JitModel(ModelSource(flat, mode))
+    whole, parted = (Running(model, JitBackend()) for _ in range(2))
+    torchs = Running(flat, ReferenceBackend())
+    plan = [([0, 1], [some_tokens(40), some_tokens(3, 1)], [0, 0], [42]),
+            ([0, 2, 1], [some_tokens(30, 3), some_tokens(17, 2), [5]], [40, 0, 3], [29, 46, 47]),
+            ([0, 3], [some_tokens(9, 4), some_tokens(8, 5)], [70, 0], []),
+            ([2, 1, 0], [[1], [2], some_tokens(5, 6)], [17, 4, 79], [0, 1, 4, 6])]
+    for requests, tokens, computed, index in plan:
+        expected = whole.step(requests, tokens, computed)[index]
+        assert torch.equal(parted.step(requests, tokens, computed, index), expected)
+        if mode == "none":
+            torch.testing.assert_close(torchs.step(requests, tokens, computed, index), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_bfloat16_checkpoint_is_kept_exactly_and_computed_in_float32() -> None:

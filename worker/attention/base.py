@@ -11,7 +11,7 @@ Knows the ragged layout and the pool's shape; does not know which model runs or 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -71,6 +71,17 @@ class BatchMeta:
             self.cache[key] = resolve_slots(self.slot_mapping, num_slots)
         slots: Tensor = self.cache[key]
         return slots
+
+
+class LastRows(NamedTuple):
+    """The rows of a step whose hidden states somebody reads: in the last layer nothing else is computed but keys and
+    values. For a prompt of thousands of tokens that is one row.
+
+    rows [L] int64, ascending, of the step; meta: each as a request with one query.
+    """
+
+    rows: Tensor
+    meta: BatchMeta
 
 
 def resolve_slots(slot_mapping: Tensor, num_slots: int) -> Tensor:

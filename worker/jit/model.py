@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ipc.errors import ConfigError
 from ipc.model_config import ModelConfig
-from worker.attention.base import AttentionBackend, BatchMeta
+from worker.attention.base import AttentionBackend, BatchMeta, LastRows
 from worker.jit import attend, embed, matmul, norm, rope, silu
 from worker.jit import program as pg
 from worker.jit import step as st
@@ -70,7 +70,7 @@ class JitModel:
         if reason is not None:
             raise ConfigError(f"the compiled kernels cannot run this model: {reason}; use --attention-backend cpu")
         self.config, self.team = config, team or get_team()
-        self._choice, self._head_choice = ThreadChoice(), ThreadChoice()
+        self._choice, self._last_choice, self._head_choice = ThreadChoice(), ThreadChoice(), ThreadChoice()
         # The largest first: packing needs a copy of what is packed, and nothing else is there yet.
         self.embedding = source.linear(["model.embed_tokens.weight"])
         self.head = self.embedding if config.tie_word_embeddings else source.linear(["lm_head.weight"])
@@ -112,10 +112,16 @@ class JitModel:
         head = [] if self.head is self.embedding else [self.head]
         return [layer for parts in self.layers for layer in parts.values()] + [self.embedding] + head
 
-    def operations(self, codes: Sequence[int]) -> NDArray[np.int64]:
-        """The operations of these codes (program.py) of the last step's program, to be timed on their own."""
-        table = self._program.table
+    def operations(self, codes: Sequence[int], *, of_every_row: bool = False) -> NDArray[np.int64]:
+        """The operations of these codes (program.py) of the last step's program, to be timed on their own; only those
+        that every row of a prompt goes through, or all."""
+        table = self._program.table[:self._num_first if of_every_row else None]
         return np.ascontiguousarray(table[np.isin(table[:, pg.CODE], codes)])
+
+    @property
+    def _num_first(self) -> int:
+        """Operations up to the last layer's write into the pool."""
+        return self._pool_rows[-1] + 1
 
     @property
     def nbytes(self) -> int:
@@ -128,8 +134,9 @@ class JitModel:
     # -------------------------------------------------------------- a step
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: Sequence[Any], meta: BatchMeta,
-                backend: AttentionBackend) -> Tensor:
-        """input_ids, positions [N] int64 -> hidden [N, E] after the last norm: a view that the next step overwrites."""
+                backend: AttentionBackend, last: LastRows | None = None) -> Tensor:
+        """input_ids, positions [N] int64 -> hidden [N, E] after the last norm, or [L, E], of the rows of `last`: a view
+        that the next step overwrites."""
         if backend.name != "jit":
             raise RuntimeError(f"the compiled model reads pools of the jit backend only, not of {backend.name}")
         num_rows = len(input_ids)
@@ -142,7 +149,19 @@ class JitModel:
         step = self.workspace.bind(meta, num_rows, kv_caches[0], scale=None, window=self.config.sliding_window)
         ids, places = input_ids.contiguous(), positions.contiguous()
         step[st.IDS], step[st.POSITIONS] = ids.data_ptr(), places.data_ptr()
-        self.team.run(self._program.address, self._program.num_ops, step, self._choice)
+        program = self._program
+        if last is None:
+            self.team.run(program.address, program.num_ops, step, self._choice)
+            return self._hidden[:num_rows]
+        num_first = self._num_first
+        self.team.run(program.address, num_first, step, self._choice)
+        num_rows = len(last.rows)
+        if num_rows:
+            for rows in (self._residual.values, self._qkv.values):
+                rows[:num_rows] = rows[last.rows.numpy()]
+            step = self.workspace.bind(last.meta, num_rows, kv_caches[0], scale=None, window=self.config.sliding_window)
+            self.team.run(program.address + num_first * pg.OP_BYTES, program.num_ops - num_first, step,
+                          self._last_choice)
         return self._hidden[:num_rows]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -174,7 +193,7 @@ class JitModel:
         delta = Rows(capacity, max(widest["o"], widest["down"]), False)
         gate_up, act = self._gates(capacity, widest["gate_up"]), Rows(capacity, config.intermediate_size, has_int)
         scratch = aligned_empty((self.team.num_threads, hidden_size), np.float32)   # rows of norms, whole lines each
-        self._hidden = torch.from_numpy(normed.values)
+        self._hidden, self._residual, self._qkv = torch.from_numpy(normed.values), residual, qkv
         program = self._program = pg.Program()
         program.keep(residual, normed, qkv, attended, delta, gate_up, act, scratch, self.norms, self.last_norm)
         eps = pg.float_bits(config.rms_norm_eps)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ipc.model_config import ModelConfig
-from worker.attention.base import AttentionBackend, BatchMeta
+from worker.attention.base import AttentionBackend, BatchMeta, LastRows
 from worker.models.checkpoint import Slot
 from worker.models.layers import GatedMLP, HeadNorm, Linear, RMSNorm, RotaryTables, SparseMLP, empty_weight
 
@@ -38,12 +38,17 @@ class Attention(nn.Module):
         self.qk_norm = HeadNorm(self.num_rotated, self.head_dim, config.rms_norm_eps, dtype=dtype,
                                 device=device) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any, meta: BatchMeta,
-                backend: AttentionBackend) -> Tensor:
-        """x [N, E] -> [N, E]. Keys are written after rotation, then attended to: also this step's own."""
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any, meta: BatchMeta, backend: AttentionBackend,
+                last: LastRows | None = None) -> Tensor:
+        """x [N, E] -> [N, E], of `last` [L, E]. Keys are written after rotation, then attended to: also this step's
+        own."""
         qkv = self.qkv_proj(x).view(-1, self.num_all, self.head_dim)
         q = backend.ops.rotate_and_write(qkv, self.qk_norm, rope, self.num_heads, self.num_kv_heads, cache, meta,
                                          backend)
+        if last is not None:
+            q, meta = q.index_select(0, last.rows), last.meta
+            if not len(q):
+                return x[:0]
         out = backend.forward(q, cache, meta, scale=None, window=self.window)
         return self.o_proj(out.reshape(-1, self.num_heads * self.head_dim))
 
@@ -61,11 +66,15 @@ class DecoderLayer(nn.Module):
         self.mlp: GatedMLP | SparseMLP = kind(config, dtype=dtype, device=device)
 
     def forward(self, residual: Tensor, delta: Tensor | None, rope: tuple[Tensor, Tensor], cache: Any, meta: BatchMeta,
-                backend: AttentionBackend) -> tuple[Tensor, Tensor]:
-        """(residual stream, what the MLP adds to it): the add is done by the next norm."""
+                backend: AttentionBackend, last: LastRows | None = None) -> tuple[Tensor, Tensor]:
+        """(residual stream, what the MLP adds to it), of `last` where it is given: the add is done by the next norm."""
         ops = backend.ops
         hidden, residual = ops.add_norm(self.input_layernorm, residual, delta)
-        delta = self.self_attn(hidden, rope, cache, meta, backend)
+        delta = self.self_attn(hidden, rope, cache, meta, backend, last)
+        if last is not None:
+            residual = residual.index_select(0, last.rows)
+            if not len(residual):
+                return residual, delta
         hidden, residual = ops.add_norm(self.post_attention_layernorm, residual, delta)
         return residual, self.mlp(hidden, ops)
 
@@ -99,13 +108,17 @@ class FlatModel(nn.Module):
         return self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: Sequence[Any], meta: BatchMeta,
-                backend: AttentionBackend) -> Tensor:
-        """input_ids, positions [N] int64 -> hidden [N, E] after the last norm. One cache per layer."""
+                backend: AttentionBackend, last: LastRows | None = None) -> Tensor:
+        """input_ids, positions [N] int64 -> hidden [N, E] after the last norm, or [L, E], of the rows of `last`. One
+        cache per layer."""
         residual = backend.ops.embed(input_ids, self.embed_tokens)
         rope = self.rope(positions, residual.dtype)
         delta = None
-        for layer, cache in zip(self.layers, kv_caches, strict=True):
-            residual, delta = layer(residual, delta, rope, cache, meta, backend)
+        for index, (layer, cache) in enumerate(zip(self.layers, kv_caches, strict=True), 1):
+            residual, delta = layer(residual, delta, rope, cache, meta, backend,
+                                    last if index == len(self.layers) else None)
+        if not len(residual):
+            return residual
         return backend.ops.add_norm(self.norm, residual, delta)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -56,16 +56,19 @@ class StepSampler:
         self.compute_logits = compute_logits
         self.sampler = Sampler(self.sampler.num_valid_tokens)
 
+    def reads_prompts(self, batch: Batch) -> bool:
+        """Whether a row of the step asks for more than its last hidden state."""
+        return any(_reads_prompt(self.state.options[row]) for row in self._active(batch))
+
     def run(self, batch: Batch, hidden: Tensor) -> StepResult:
-        """hidden [N, E] of the step."""
+        """hidden of the step, as the model gave it for this batch."""
         result = StepResult()
         state, rows = self.state, batch.sample_rows
         if state.num_with_options:
             self._prompt_positions(batch, hidden, result)
         if not rows.size:
             return result
-        if batch.logits_index is not None:
-            hidden = hidden.index_select(0, batch.logits_index)
+        hidden = batch.with_logits(hidden)
         entries: Entries = state.options_of(rows) if state.num_with_options else []
         if not any(options.pooling for _, options in entries):
             self._sample(rows, hidden, entries, result, batch.offsets)
@@ -151,10 +154,9 @@ class StepSampler:
     def _prompt_positions(self, batch: Batch, hidden: Tensor, result: StepResult) -> None:
         """What is asked of prompt positions computed in this step."""
         state, starts = self.state, batch.meta.query_start_loc_cpu
-        active = batch.counts.nonzero()[0] if batch.counts is not None else range(state.n)
-        for at, row in enumerate(active):
+        for at, row in enumerate(self._active(batch)):
             options = state.options[row]
-            if options is None or (options.num_prompt_logprobs < 0 and options.pooling != "mean"):
+            if options is None or not _reads_prompt(options):
                 continue
             begin, end = int(starts[at]), int(starts[at + 1])
             first = int(state.computed[row])                # position of the step's first token of this row
@@ -180,6 +182,10 @@ class StepSampler:
                 result.prompt_logprobs += [_row_logprobs(found, j, int(row), position + j, options.num_prompt_logprobs)
                                            for j in range(high - low)]
 
+    def _active(self, batch: Batch) -> list[int]:
+        """Rows that compute something."""
+        return list(range(self.state.n)) if batch.counts is None else batch.counts.nonzero()[0].tolist()
+
     def _pool(self, row: int, hidden: Tensor, options: RowOptions, result: StepResult, bad: list[int]) -> int:
         """The row's vector; its token, which nobody reads, is 0, or -1 when the vector is not finite."""
         if options.failure is not None:
@@ -197,6 +203,11 @@ class StepSampler:
             return -1
         result.pooled.append(RowPooled(row, np.ascontiguousarray(vector, np.float32).data.cast("B")))
         return 0
+
+
+def _reads_prompt(options: RowOptions | None) -> bool:
+    """It asks for hidden states of its prompt's tokens."""
+    return options is not None and (options.num_prompt_logprobs >= 0 or options.pooling == "mean")
 
 
 def _row_logprobs(found: Logprobs, index: int, row: int, position: int, num_top: int) -> RowLogprobs:

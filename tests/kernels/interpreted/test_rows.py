@@ -17,4 +17,4 @@ def test_batches_equal_the_hosts_under_random_plans() -> None:
         seen |= worker.seen
         num_batches += worker.num_batches
     assert num_batches > 100
-    assert seen >= {"moves", "new", "extend", "counts", "reset", "decode", "unread", "no copy", "padded"}
+    assert seen >= {"moves", "new", "extend", "counts", "reset", "decode", "unread", "no copy", "padded", "parted"}
