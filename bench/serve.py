@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import uvloop
 from tqdm import tqdm
 
 from bench.arrivals import arrival_times
@@ -161,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench serve: {error}", file=sys.stderr)
         return 2
     try:
-        result = asyncio.run(measure(args))
+        result = uvloop.run(measure(args))
     except (OSError, ValueError, Refused) as error:
         text = f"{args.base_url}: {str(error) or type(error).__name__}"
         print(f"no load was sent: {text}", file=sys.stderr)
