@@ -93,7 +93,7 @@ class ModelRunner:
         else:
             self.builder = BatchBuilder(self.state, max_tokens, device)
         self.sampler = StepSampler(self.state, model.compute_logits, eos_token_ids, num_valid_tokens,
-                                   use_kernels=upgrade is None)
+                                   use_kernels=upgrade is None, best_of=getattr(model, "best_of", None))
         self.upgrade = upgrade
         self.grammars = Grammars(functools.partial(load_vocabulary, files, model.config.vocab_size, eos_token_ids))
         self.drafter = drafter
@@ -104,7 +104,7 @@ class ModelRunner:
     def use(self, model: Any, backend: AttentionBackend) -> None:
         """Between two steps: go on with this model, whose backend reads the pool as it is."""
         self.model, self.backend, self.upgrade = model, backend, None
-        self.sampler.use(model.compute_logits)
+        self.sampler.use(model.compute_logits, getattr(model, "best_of", None))
 
     def execute(self, plan: SchedulerOutput, received_ns: int = 0) -> ModelRunnerOutput:
         """Run one plan. Afterwards the rows are those of the next plan's beginning."""

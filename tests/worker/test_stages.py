@@ -62,6 +62,22 @@ class Rows:
         return result
 
 
+def test_tokens_that_the_model_noted_are_taken_only_where_nothing_changes_the_logits():
+    """Greedy rows without options; one that has some makes the sampler read all."""
+    def best_of(logits: torch.Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(len(logits), 7), np.ones(len(logits), np.float32)
+
+    logits = np.zeros((2, 40), np.float32)
+    logits[:, 9] = 1.0
+    for params, is_noted in (({}, True), ({"temperature": 1e-4}, False), ({"min_tokens": 3}, False),
+                             ({"logit_bias": {3: 0.5}}, False), ({"logprobs": 1}, False)):
+        rows = Rows([([1, 2], 2, {"temperature": 0.0}), ([3, 4], 2, {"temperature": 0.0, **params})])
+        rows.sampler.best_of = best_of
+        assert rows.step(logits).tokens.tolist() == ([7, 7] if is_noted else [9, 9])
+        rows.sampler.best_of = lambda logits, width: None
+        assert rows.step(logits).tokens.tolist() == [9, 9]
+
+
 def pack(values: list[int]) -> memoryview:
     return np.array(values, np.int32).data.cast("B") if values else EMPTY
 

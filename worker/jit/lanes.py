@@ -106,6 +106,15 @@ minus_inf_above = make(f32x16, (f32x16, f32x16), lambda b, x, end: b.select(
 inf_below = make(f32x16, (f32x16, f32x16), lambda b, x, limit: b.select(
     b.fcmp_ordered(">=", x, limit), x, constant(VF, float("inf"))))
 ones_above = make(i32x16, (f32x16, f32x16), lambda b, x, limit: b.zext(b.fcmp_ordered(">", x, limit), VI))
+# pick_above(x, y, a, b), int32: a where x > y, else b; pick_equal: where x == y.
+pick_above = make(i32x16, (f32x16, f32x16, i32x16, i32x16), lambda b, x, y, one, other: b.select(
+    b.fcmp_ordered(">", x, y), one, other))
+pick_equal = make(i32x16, (f32x16, f32x16, i32x16, i32x16), lambda b, x, y, one, other: b.select(
+    b.fcmp_ordered("==", x, y), one, other))
+# mark_nan(marks, x): -1 where x is NaN, else as it was.
+mark_nan = make(i32x16, (i32x16, f32x16), lambda b, marks, x: b.select(
+    b.fcmp_unordered("uno", x, x), constant(VI, -1), marks))
+min_lanes_i32 = make(types.int32, (i32x16,), lambda b, x: call(b, "llvm.vector.reduce.smin.v16i32", I32, [x]))
 # No bit of the 256 at an address is 1.
 is_zero_256 = make(types.boolean, (_ADDRESS,), lambda b, address: b.icmp_unsigned(
     "==", call(b, "llvm.vector.reduce.or.v4i64", I64, [read(b, address, _V4, 4)]), I64(0)))

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from numba import types
 
+from worker.jit.best import ENTRY_BYTES, note_best
 from worker.jit.dot import (AHEAD, BF16_WEIGHTS, BLOCK, F32_WEIGHTS, INT4, INT4_MIN, INT8, INT8_WIDE, TILE, UNROLL,
                             WIDE_AHEAD, WIDE_BLOCK, float_tiles, int_tiles)
 from worker.jit.silu import silu_columns
@@ -20,6 +21,9 @@ from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
 KIND, X, LDX, SIDE, LD_SIDE, W, SCALES, MINIMA, NUM_K, NUM_TILES, TILE_BYTES, OUT, LD_OUT, BIAS = range(8, 22)
 # TILE_ROWS: most rows of a tile for steps of up to 8, 32, 128 and more rows, eight bits each (worker/linear/table.py).
 TILE_ROWS, TILES_PER_UNIT, ROWS_PER_UNIT, TILE_UNITS, MOST, SOON_STEP, NEXT_STEP, SHARE_STEP = range(22, 30)
+# BEST: where the largest outputs of a row are noted (best.py), an entry a row and LD_BEST bytes a unit of tiles, of
+# outputs below BEST_WIDTH; 0: nowhere.
+BEST, BEST_WIDTH, LD_BEST = 30, 38, 39
 # GATE: tiles of gates, followed by as many of ups; 0: outputs stay as they are. If it is set, OUT is memory for
 # GATED_ROWS rows of such a group, LD_OUT bytes each and THREAD_BYTES of every thread; the others as in silu.py.
 GATE, THREAD_BYTES, ACT_SIZE, ACT, ACT_Q, ACT_SIDE, ACT_LD_SIDE = range(31, 38)
@@ -28,6 +32,7 @@ _UNIT_BYTES = 64 << 10                      # of weights: long enough for the ha
 _LONG_UNIT_BYTES = 256 << 10                # where tiles fetch each other: the first of a unit is fetched by itself
 UNITS_PER_THREAD = 6
 _ROW_STEP = 12                              # whole tiles of every kind
+MANY_ROWS = 4 * _ROW_STEP
 _PART_ROWS = 96                             # so many rows pay for reading the weights once more, for rows of one's own
 
 
@@ -90,7 +95,7 @@ def matmul_units(op, num_rows, num_threads):  # type: ignore[no-untyped-def]
     unit_bytes = _UNIT_BYTES if num_rows <= most else _LONG_UNIT_BYTES
     per_unit = max(1, min(unit_bytes // group_bytes, groups // wanted))
     rows = num_rows
-    if num_rows >= 4 * _ROW_STEP:
+    if num_rows >= MANY_ROWS:
         per_unit = 1
         wanted *= together                      # as small units as tiles are
         parts = max(min(num_threads, num_rows // _PART_ROWS), min((wanted + groups - 1) // groups,
@@ -140,6 +145,11 @@ def matmul_unit(op, unit, num_rows, thread):  # type: ignore[no-untyped-def]
             next_tile = tile + 1 if tile + 1 < last_tile else _next_unit(op, last_tile)
             _tile_rows(op, tile, next_tile, tile > first_tile, first_row, last_row,
                        get_i64(op, OUT) + tile * (4 * TILE), ldo)
+        if get_i64(op, BEST) != 0:
+            first = first_tile * TILE
+            note_best(get_i64(op, OUT) + first_row * ldo + 4 * first, ldo, last_row - first_row,
+                      min(last_tile * TILE, get_i64(op, BEST_WIDTH)) - first, first,
+                      get_i64(op, BEST) + unit % tile_units * get_i64(op, LD_BEST) + first_row * ENTRY_BYTES)
         return
     pairs = get_i64(op, OUT) + thread * get_i64(op, THREAD_BYTES)
     for start in range(first_tile, last_tile, 2 * gate):

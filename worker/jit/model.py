@@ -31,6 +31,7 @@ from worker.linear.source import WeightSource
 from worker.models.layers import rope_frequencies
 
 MAX_HEAD_DIM = 512                          # more could overflow the sums over int8 keys (attend_codes.py)
+NOTED_ROWS = 9                              # below, one thread reads the logits again in the time that noting takes
 _LAYER_PARTS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",),
                 "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 
@@ -93,6 +94,7 @@ class JitModel:
         self.workspace = AttentionWorkspace(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                             self.team.num_threads)
         self._head_step = pg.new_step()
+        self._num_logits, self._best_width = 0, config.vocab_size
         frequencies, self._rope_factor = rope_frequencies(config)
         self._frequencies = frequencies.float()
         self._num_positions = 0
@@ -175,9 +177,27 @@ class JitModel:
                 row[pg.X] = rows.data_ptr()
             elif row[pg.CODE] == pg.MATMUL and row[matmul.KIND] < 2:
                 row[matmul.X] = rows.data_ptr()
+        is_noted = NOTED_ROWS <= len(rows) < matmul.MANY_ROWS and len(self.head.weights) == 1
+        table[-1, matmul.BEST] = self._best_values.ctypes.data if is_noted else 0
+        table[-1, matmul.BEST_WIDTH] = self._best_width
         self._head_step[st.NUM_ROWS] = len(rows)
         self.team.run(self._head_program.address, self._head_program.num_ops, self._head_step, self._head_choice)
+        self._num_logits = len(rows)
         return self._logits[:len(rows), :self.config.vocab_size]
+
+    def best_of(self, logits: Tensor, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """(first index of the largest, the largest) of each row of what compute_logits returned last, over the first
+        `width` ids; NaN if any is. They were noted while the logits were made. None where they are not known: for other
+        logits, for few or many rows, or the first time that a width is asked for."""
+        row = self._head_program.table[-1]
+        if logits.data_ptr() != self._logits.data_ptr() or len(logits) != self._num_logits or not row[matmul.BEST]:
+            return None
+        if width != row[matmul.BEST_WIDTH]:
+            self._best_width = width
+            return None
+        largest, numbers = (part[:row[matmul.TILE_UNITS], :len(logits)] for part in (self._best_values, self._best_ids))
+        unit, index = largest.argmax(axis=0), np.arange(len(logits))     # NaN counts as largest
+        return numbers[unit, index].astype(np.int64), largest[unit, index]
 
     # -------------------------------------------------------------- buffers and programs
 
@@ -272,6 +292,8 @@ class JitModel:
         size = self._head_capacity = max(capacity, min(2 * self._head_capacity, 64))
         hidden_size = self.config.hidden_size
         self._logits = torch.from_numpy(aligned_empty((size, self.head.padded_out), np.float32))
+        entries = np.empty((self.head.padded_out // TILE, size, 2), np.int32)  # of each unit of tiles and row
+        self._best_values, self._best_ids = entries[..., 0].view(np.float32), entries[..., 1]
         buffer = Rows(size, hidden_size, True)
         program = self._head_program = pg.Program()
         program.keep(buffer)
@@ -279,7 +301,8 @@ class JitModel:
             program.add(pg.QUANTIZE, {pg.LDX: 4 * hidden_size, pg.SIZE: hidden_size, pg.Q: buffer.activations.q,
                                       pg.SIDE: buffer.activations.side,
                                       pg.LD_SIDE: side_bytes(hidden_size, self.head.block)})
-        add_linear(program, self.head, buffer.activations, self._logits.data_ptr(), 4 * self.head.padded_out)
+        add_linear(program, self.head, buffer.activations, self._logits.data_ptr(), 4 * self.head.padded_out,
+                   {matmul.LD_BEST: entries.strides[0]})
 
     def _use_pools(self, kv_caches: Sequence[Any]) -> None:
         table = self._program.table

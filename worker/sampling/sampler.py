@@ -83,6 +83,12 @@ class SampleResult:
     bad_rows: NDArray[np.bool_]
     empty_rows: NDArray[np.bool_]
 
+    @staticmethod
+    def of_best(best: NDArray[np.int64], largest: NDArray[np.float32]) -> SampleResult:
+        """Of rows that take their arg-max, given where and what it is."""
+        bad = ~np.isfinite(largest)
+        return SampleResult(np.where(bad, 0, best).astype(np.int32), bad, np.isneginf(largest))
+
 
 class Sampler:
     """num_valid_tokens: ids from there on exist in the logits but not in the tokenizer, and are never drawn."""

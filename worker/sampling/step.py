@@ -20,7 +20,7 @@ from worker.request_state import RequestState
 from worker.sampling.jit_threads import NO_WORDS
 from worker.sampling.logprobs import Logprobs, compute_logprobs
 from worker.sampling.row_options import RowOptions
-from worker.sampling.sampler import Sampler, SamplingColumns
+from worker.sampling.sampler import Sampler, SampleResult, SamplingColumns
 from worker.sampling.stages import Entries, apply_stages
 
 PROMPT_SLICE = 256
@@ -40,20 +40,25 @@ class StepResult:
 
 # (rows int [L], V) -> (words, word_index) of SamplingColumns: the grammars' masks.
 Mask = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+# (logits, width) -> (arg-max int64 [L], the largest float32 [L], NaN if any is) over the first `width` ids, where the
+# model noted them while it made these very logits; else None.
+BestOf = Callable[[Tensor, int], tuple[np.ndarray, np.ndarray] | None]
 
 
 class StepSampler:
     """One per worker. `compute_logits`: hidden [n, E] -> [n, V] float32; it may reuse its memory in the next call."""
 
     def __init__(self, state: RequestState, compute_logits: Callable[[Tensor], Tensor], eos_token_ids: list[int],
-                 num_valid_tokens: int | None = None, *, use_kernels: bool = True) -> None:
+                 num_valid_tokens: int | None = None, *, use_kernels: bool = True,
+                 best_of: BestOf | None = None) -> None:
         self.state, self.compute_logits, self.eos_token_ids = state, compute_logits, eos_token_ids
+        self.best_of = best_of
         self.sampler = Sampler(num_valid_tokens, use_kernels=use_kernels)
         self.mask: Mask | None = None           # of the step
 
-    def use(self, compute_logits: Callable[[Tensor], Tensor]) -> None:
+    def use(self, compute_logits: Callable[[Tensor], Tensor], best_of: BestOf | None) -> None:
         """Another model's head from now on, and the compiled row kernels, which draw the same tokens."""
-        self.compute_logits = compute_logits
+        self.compute_logits, self.best_of = compute_logits, best_of
         self.sampler = Sampler(self.sampler.num_valid_tokens)
 
     def reads_prompts(self, batch: Batch) -> bool:
@@ -107,7 +112,8 @@ class StepSampler:
             masked_rows = np.concatenate([masked_rows, more_rows])
             masked_ids = np.concatenate([masked_ids, more_ids])
         words, word_index = (NO_WORDS, NO_ROWS) if self.mask is None else self.mask(rows, logits.shape[1])
-        sampled = self.sampler.sample(logits, SamplingColumns(
+        is_plain = not entries and not masked_rows.size and not words.size
+        sampled = (self._noted(logits, rows) if is_plain else None) or self.sampler.sample(logits, SamplingColumns(
             temperature=state.temperature[rows], top_k=state.top_k[rows], top_p=state.top_p[rows],
             min_p=state.min_p[rows], seed=state.seed[rows], child=state.choice[rows],
             output_index=state.known[rows] + ahead - state.num_prompt[rows], masked_rows=masked_rows,
@@ -121,6 +127,13 @@ class StepSampler:
         asking = [(i, o.num_logprobs) for i, o in entries if o.num_logprobs >= 0 and result.tokens[i] >= 0]
         if asking:
             self._logprobs(rows, logits, raw, asking, result)
+
+    def _noted(self, logits: Tensor, rows: np.ndarray) -> SampleResult | None:
+        """Greedy rows whose logits nothing changes, without reading the logits again, if the model knows."""
+        if self.best_of is None or self.state.temperature[rows].any():
+            return None
+        found = self.best_of(logits, self.sampler.num_valid_tokens or logits.shape[1])
+        return None if found is None else SampleResult.of_best(*found)
 
     def _fail(self, rows: np.ndarray, entries: Entries, bad: np.ndarray, empty: np.ndarray, masked_rows: np.ndarray,
               is_first: np.ndarray, result: StepResult) -> None:
