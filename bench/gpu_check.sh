@@ -6,13 +6,17 @@
 #   bench/gpu_check.sh --needs    what a machine needs, and the command that fetches the rest as wheels into .whl/
 #
 # Python packages that the machine lacks are taken from .whl/ (no network is used). Results go to $OUT, by default
-# bench/results/gpu; each step's log and JSON beside the summary. Prints what each step should take, what it took, and
-# one table last. PYTHON names the interpreter to use, LIMIT_S the seconds after which nothing goes on (570).
+# bench/results/gpu, or build/gpu_dry, which git ignores: a dry run measures nothing. Each step's log and JSON are beside
+# the summary. Prints what each step should take, what it took, and one table last. PYTHON names the interpreter to use, LIMIT_S the seconds after which nothing goes on (570).
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 out=${OUT:-bench/results/gpu}
 dry=""
+if [ "${1:-}" = "--dry" ]; then
+    dry="--dry"
+    out=${OUT:-build/gpu_dry}
+fi
 # What a machine with torch, triton, transformers, uvloop, safetensors, tokenizers and prometheus-client lacks.
 wheels="'pyzmq<28' 'msgspec<0.24' 'llguidance>=1.7,<2' starlette uvicorn httptools jinja2 anyio idna h11 click markupsafe typing-extensions"
 if [ "${1:-}" = "--needs" ]; then
@@ -26,7 +30,6 @@ The rest travels with the tree as wheels for that Python, about 5 MB; fetch them
 END
     exit 0
 fi
-[ "${1:-}" = "--dry" ] && dry="--dry"
 mkdir -p "$out"
 rm -f "$out"/*.status
 : "${TRITON_CACHE_DIR:=${TMPDIR:-/tmp}/threefold-triton}"

@@ -14,12 +14,12 @@ from worker.jit import matmul  # noqa: E402
 from worker.jit.model import NOTED_ROWS, JitModel  # noqa: E402
 from worker.jit.team import get_team  # noqa: E402
 from worker.linear.source import ModelSource  # noqa: E402
-from worker.sampling.sampler import Sampler, SamplingColumns  # noqa: E402
+from worker.sampling.sampler import Sampler, SampleResult, SamplingColumns  # noqa: E402
 
 VOCAB = 3000                                    # several units of tiles, the last one not whole
 
 
-def make_model(mode: str = "none", num_threads: int = 2, **weights: Any) -> JitModel:
+def make_model(mode: str = "none", num_threads: int = 2) -> JitModel:
     flat = make_flat(make_config(vocab_size=VOCAB))
     with torch.no_grad():
         flat.lm_head.weight[2001] = flat.lm_head.weight[40]         # equal logits, in different units
@@ -60,11 +60,11 @@ def test_rows_that_are_not_finite_are_told_apart_like_those_the_sampler_reads() 
     hidden[3, 5], hidden[7] = float("nan"), float("inf")
     logits, (numbers, largest) = noted(model, hidden, VOCAB)
     read = sampler.sample(torch.from_numpy(logits), SamplingColumns.greedy(12))
-    found = read.of_best(numbers, largest)
+    found = SampleResult.of_best(numbers, largest)
     assert found.bad_rows.nonzero()[0].tolist() == [3, 7]
     for name in ("tokens", "bad_rows", "empty_rows"):
         assert getattr(found, name).tolist() == getattr(read, name).tolist()
-    empty = read.of_best(np.array([5, 0]), np.array([1.0, -np.inf], np.float32))
+    empty = SampleResult.of_best(np.array([5, 0]), np.array([1.0, -np.inf], np.float32))
     assert empty.tokens.tolist() == [5, 0] and empty.empty_rows.tolist() == [False, True] == empty.bad_rows.tolist()
 
 

@@ -85,7 +85,7 @@ class SampleResult:
 
     @staticmethod
     def of_best(best: NDArray[np.int64], largest: NDArray[np.float32]) -> SampleResult:
-        """Of rows that take their arg-max, given where and what it is."""
+        """From each row's token and its largest logit, NaN if any is."""
         bad = ~np.isfinite(largest)
         return SampleResult(np.where(bad, 0, best).astype(np.int32), bad, np.isneginf(largest))
 
@@ -122,14 +122,12 @@ class Sampler:
     def _sample_with_torch(self, logits: Tensor, width: int, params: SamplingColumns) -> SampleResult:
         valid = logits[:, :width]
         best, largest = arg_max(valid)
-        bad = ~np.isfinite(largest)
-        best[bad] = 0
-        sampled = np.flatnonzero((params.temperature > 0.0) & ~bad)
+        sampled = np.flatnonzero((params.temperature > 0.0) & np.isfinite(largest))
         rows_at_once = max(1, SLICE_ELEMENTS // max(1, width))
         for begin in range(0, len(sampled), rows_at_once):
             part = sampled[begin : begin + rows_at_once]
             best[part] = _draw_rows(select_rows(valid, part), largest[part], params, part)
-        return SampleResult(best.astype(np.int32), bad, np.isneginf(largest))
+        return SampleResult.of_best(best, largest)
 
 
 def _draw_rows(
