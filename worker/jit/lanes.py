@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from worker.jit import features
-from worker.jit.vector import (I16, I32, I64, LANES, VF, VI, add, call, constant, device, f32x16, i32x16, make,
+from worker.jit.vector import (I8, I16, I32, I64, LANES, VF, VI, add, call, constant, device, f32x16, i32x16, make,
                                max_lanes, maximum, mul, muladd, nearest, offset, prefetch, read, splat, sub, write,
                                zero_unless_above)
 
 CHUNK = 256
 AHEAD = 8192                                    # bytes; what is fetched while a chunk is read
 _ADDRESS, _F32 = types.intp, types.float32
-_BITS, _V4 = ir.VectorType(ir.IntType(1), LANES), ir.VectorType(I64, 4)
+_BITS, _V4, _V8 = ir.VectorType(ir.IntType(1), LANES), ir.VectorType(I64, 4), ir.VectorType(I32, 8)
 _MINUS_INF, _NAN = float("-inf"), float("nan")
 
 
@@ -29,10 +30,32 @@ def _load_where(builder: Any, address: Any, bits: Any) -> Any:
 
 
 def _copy_lanes(builder: Any, address: Any, value: Any, mask: Any) -> Any:
-    kind = value.type
-    name = f"llvm.experimental.vector.compress.v16{'f32' if kind == VF else 'i32'}"
-    write(builder, address, call(builder, name, kind, [value, mask, ir.Constant(kind, None)]), 4)
+    lanes = builder.bitcast(value, VI)          # of floats, LLVM 20 can only compress where the processor does
+    if "avx512f" not in features.cpu_features() and "avx2" in features.cpu_features():
+        return _copy_by_table(builder, address, lanes, mask)
+    name = "llvm.experimental.vector.compress.v16i32"
+    write(builder, address, call(builder, name, VI, [lanes, mask, ir.Constant(VI, None)]), 4)
     return builder.zext(call(builder, "llvm.ctpop.i16", I16, [builder.bitcast(mask, I16)]), I64)
+
+
+# Row m: the numbers of the bits of m that are 1, then zeros.
+_PLACES = np.array([(*(bit for bit in range(8) if m >> bit & 1), *(8 - m.bit_count()) * (0,)) for m in range(256)],
+                   np.uint8)
+
+
+def _copy_by_table(builder: Any, address: Any, lanes: Any, mask: Any) -> Any:
+    """Eight lanes at a time, by a permutation that a table has for every byte of the mask."""
+    kind, bits, count = ir.ArrayType(I64, 256), builder.bitcast(mask, I16), constant(I64, 0)
+    table = cgutils.global_constant(builder, "places_of_bits", ir.Constant(kind, [int(x) for x in _PLACES.view("<u8")[:, 0]]))
+    for half in range(2):
+        byte = builder.zext(builder.trunc(builder.lshr(bits, I16(8 * half)), I8), I64)
+        places = builder.load(builder.gep(table, [I64(0), byte]))
+        order = builder.zext(builder.bitcast(places, ir.VectorType(I8, 8)), _V8)
+        part = builder.shuffle_vector(lanes, lanes, ir.Constant(_V8, list(range(8 * half, 8 * half + 8))))
+        write(builder, offset(builder, address, builder.shl(count, I64(2))),
+              call(builder, "llvm.x86.avx2.permd", _V8, [part, order]), 4)
+        count = builder.add(count, call(builder, "llvm.ctpop.i64", I64, [byte]))
+    return count
 
 
 def _copy_at_least(builder: Any, address: Any, value: Any, x: Any, limit: Any) -> Any:
