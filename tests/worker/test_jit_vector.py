@@ -6,7 +6,8 @@ import pytest
 
 numba = pytest.importorskip("numba")
 
-from worker.jit import dot, features  # noqa: E402
+from worker.jit import attend_codes, attend_tiles, dot, features  # noqa: E402
+from worker.jit import tile_layout as layout  # noqa: E402
 from worker.jit import vector as v  # noqa: E402
 
 
@@ -47,8 +48,8 @@ def test_bfloat16_is_rounded_to_nearest_even_and_keeps_nan() -> None:
 
 
 @pytest.mark.parametrize("form", features.DOT_FORMS)
-@pytest.mark.parametrize("kind", [dot.INT8, dot.INT8_WIDE, dot.INT4, dot.INT4_MIN])
-@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("kind", [layout.INT8, layout.INT8_WIDE, layout.INT4, layout.INT4_MIN])
+@pytest.mark.parametrize("rows", [1, 3, 4, 6])
 def test_every_form_of_the_byte_product_gives_the_same_bits(form: str, kind: int, rows: int) -> None:
     """AVX2 and generic code run on any machine that has VNNI; extreme bytes would show a saturating instruction."""
     needs = {"vnni512": "avx512vnni", "avx2": "avx2", "generic": ""}[form]
@@ -56,7 +57,7 @@ def test_every_form_of_the_byte_product_gives_the_same_bits(form: str, kind: int
         pytest.skip(f"this processor has no {needs}")
     tiles = [dot.make_int_tile(kind, rows, name) for name in (form, "generic")]
     first, second = tiles
-    block = dot.WIDE_BLOCK if kind == dot.INT8_WIDE else dot.BLOCK
+    block = layout.WIDE_BLOCK if kind == layout.INT8_WIDE else layout.BLOCK
 
     @numba.njit
     def run(x, side, w, s, m, out, other):  # type: ignore[no-untyped-def]
@@ -72,3 +73,77 @@ def test_every_form_of_the_byte_product_gives_the_same_bits(form: str, kind: int
     run(x.ctypes.data, side.ctypes.data, w.ctypes.data, halves[0].ctypes.data, halves[1].ctypes.data, out.ctypes.data,
         other.ctypes.data)
     assert np.array_equal(out, other) and np.abs(out).max() > 0
+
+
+@pytest.mark.parametrize("rows", [1, 8, 12])
+@pytest.mark.parametrize("kind", [layout.F32_WEIGHTS, layout.BF16_WEIGHTS])
+def test_tiles_of_floats_have_the_same_bits_however_registers_are_used(kind: int, rows: int) -> None:
+    many, few = (dot.make_float_tile(kind, rows, form) for form in ("vnni512", "generic"))
+
+    @numba.njit
+    def run(x, w, out, other):  # type: ignore[no-untyped-def]
+        many(x, 4 * 36, w, 36, w, 0, out, 128)
+        few(x, 4 * 36, w, 36, w, 0, other, 128)
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((rows, 36)).astype(np.float32)
+    w = rng.standard_normal((36, 32)).astype(np.float32)
+    if kind == layout.BF16_WEIGHTS:
+        w = np.ascontiguousarray(w.view(np.uint16).reshape(36, 32, 2)[..., 1])
+    out, other = np.zeros((rows, 32), np.float32), np.zeros((rows, 32), np.float32)
+    run(x.ctypes.data, w.ctypes.data, out.ctypes.data, other.ctypes.data)
+    assert np.array_equal(out, other)
+    exact = x.astype(np.float64) @ ((w.astype(np.uint32) << 16).view(np.float32) if w.dtype == np.uint16 else w)
+    assert np.allclose(out, exact, atol=1e-5)
+
+
+def _groups(keys: np.ndarray, values: np.ndarray, counts: list[int]) -> np.ndarray:
+    groups = np.zeros((4, attend_tiles.GROUP_FIELDS), np.int64)
+    groups[:, attend_tiles.GROUP_K] = [key.ctypes.data for key in keys]
+    groups[:, attend_tiles.GROUP_V] = [value.ctypes.data for value in values]
+    groups[:, attend_tiles.GROUP_COUNT] = counts
+    return groups
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("form", features.DOT_FORMS)
+def test_attention_over_codes_is_exact_in_every_form(form: str, rows: int) -> None:
+    """Queries times keys, weights times values, of codes at the ends of their ranges, against int64."""
+    needs = {"vnni512": "avx512vnni", "avx2": "avx2", "generic": ""}[form]
+    if needs and needs not in features.cpu_features():
+        pytest.skip(f"this processor has no {needs}")
+    dim, store_query, store_weights = 64, attend_codes.QUERY_STORES[form], attend_codes.WEIGHT_STORES[form]
+    scores, values = attend_codes.make_scores(rows, form), attend_codes.make_values(rows, 4, form)
+
+    @numba.njit
+    def run(codes, q, weights, p, groups, out, acc):  # type: ignore[no-untyped-def]
+        for m in range(rows):
+            for i in range(0, dim, 16):
+                code = v.load_i32(codes + 4 * (m * dim + i))
+                high = v.shift_right(v.add_i32(code, v.splat_i32(numba.int32(128))), v.splat_i32(numba.int32(8)))
+                low = v.sub_i32(code, v.shift_left(high, v.splat_i32(numba.int32(8))))
+                store_query(q + m * 4 * dim, dim, i, code, high, low)
+                store_weights(p + m * 256, i, v.load_i32(weights + 4 * (m * 64 + i)))
+        scores(q, 4 * dim, dim, dim // 4, groups, 64, 1, out, 256)
+        values(p, 256, groups, 0, dim, 1, acc, 256)
+    rng = np.random.default_rng(2)
+    codes = rng.choice(np.array([-32639, -128, 127, 128, 0, 32639], np.int32), (rows, dim))
+    weights = rng.choice(np.array([0, 1, 255, 256, 32768, 65535], np.int32), (rows, 64))
+    keys = rng.choice(np.array([-127, -1, 0, 127], np.int8), (4, dim // 4, 16, 4))
+    held = rng.choice(np.array([-127, -1, 0, 127], np.int8), (4, 16, dim))
+    counts = [16, 16, 0, 3]
+    weights[:, 32:48] = weights[:, 51:] = 0         # as for keys that do not exist
+    q, p = np.zeros((rows, 4 * dim), np.uint8), np.zeros((rows, 256), np.uint8)
+    side = q[:, 2 * dim:].view(np.float32)
+    side[:, 0] = 2.0 ** -20
+    starts = q[:, 2 * dim:].view(np.int32)
+    high = (codes + 128) >> 8
+    starts[:, 1], starts[:, 2] = -128 * high.sum(1), -128 * (codes - 256 * high).sum(1)
+    p[:, 128:132].view(np.float32)[:] = 2.0 ** -20
+    groups = _groups(keys, held, counts)
+    out, acc = np.zeros((rows, 64), np.float32), np.zeros((rows, dim), np.float32)
+    run(codes.ctypes.data, q.ctypes.data, weights.ctypes.data, p.ctypes.data, groups.ctypes.data, out.ctypes.data,
+        acc.ctypes.data)
+    flat = keys.transpose(0, 2, 1, 3).reshape(64, dim).astype(np.int64)
+    assert np.array_equal(out, ((codes.astype(np.int64) @ flat.T).astype(np.float32) * np.float32(2.0 ** -20)))
+    totals = weights.astype(np.int64) @ held.reshape(64, dim).astype(np.int64)
+    assert np.array_equal(acc, totals.astype(np.float32) * np.float32(2.0 ** -20))

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from worker.jit import features
+from worker.jit import attend_codes_avx2, features
 from worker.jit.attend_softmax import CHUNK, keep_weights, raw_weights
 from worker.jit.attend_tiles import GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_NEXT_K, GROUP_NEXT_V, GROUP_V
 from worker.jit.dot import dot4
@@ -39,6 +39,35 @@ _LOW, _WEIGHT_SCALE = CHUNK, 2 * CHUNK
 
 
 @device
+def _store_query_bytes(target, padded_dim, i, code, high, low):  # type: ignore[no-untyped-def]
+    store_bytes(target + i, high)
+    store_bytes(target + padded_dim + i, low)
+
+
+@device
+def _store_query_shorts(target, padded_dim, i, code, high, low):  # type: ignore[no-untyped-def]
+    attend_codes_avx2.store_query(target + 2 * i, code)
+
+
+@device
+def _store_weight_bytes(at, first, code):  # type: ignore[no-untyped-def]
+    store_bytes(at + first, shift_right(code, splat_i32(_i32(8))))
+    store_bytes(at + first + _LOW, code)
+
+
+@device
+def _store_weight_shorts(at, first, code):  # type: ignore[no-untyped-def]
+    attend_codes_avx2.store_weights(at + 2 * first, code)
+
+
+# By form: store(target, padded_dim, i, code, high, low) sixteen codes of a query from dimension i on, and
+# store(at, i, code) those of the weights of keys i and following.
+QUERY_STORES = {"vnni512": _store_query_bytes, "avx2": _store_query_shorts, "generic": _store_query_bytes}
+WEIGHT_STORES = {"vnni512": _store_weight_bytes, "avx2": _store_weight_shorts, "generic": _store_weight_bytes}
+_store_query, _store_weights = QUERY_STORES[features.dot_form()], WEIGHT_STORES[features.dot_form()]
+
+
+@device
 def quantize_query(x, dim, padded_dim, target):  # type: ignore[no-untyped-def]
     """x float32 [dim] -> a query of a tile. A NaN or an infinity makes the scale NaN."""
     bits, inverse, scale = largest_bits(x, dim), _f32(0.0), _f32(0.0)
@@ -53,8 +82,7 @@ def quantize_query(x, dim, padded_dim, target):  # type: ignore[no-untyped-def]
             code = to_i32(nearest(mul(load_some(x + 4 * i, dim - i), factor)))
         high = shift_right(add_i32(code, splat_i32(_i32(128))), splat_i32(_i32(8)))
         low = sub_i32(code, shift_left(high, splat_i32(_i32(8))))
-        store_bytes(target + i, high)
-        store_bytes(target + padded_dim + i, low)
+        _store_query(target, padded_dim, i, code, high, low)
         sum_high, sum_low = add_i32(sum_high, high), add_i32(sum_low, low)
     side = target + 2 * padded_dim
     set_f32(side + _SCALE, 0, scale)
@@ -75,18 +103,12 @@ def weigh_codes(rows, scores, states, ld, factors, bases, keeps):  # type: ignor
         tops = maximum_i32(maximum_i32(magnitude(p0), magnitude(p1)), maximum_i32(magnitude(p2), magnitude(p3)))
         top = bits_to_f32(max_lanes_i32(tops))
         inverse = _f32(_LARGEST_WEIGHT) / top if top > _f32(_SMALLEST) else _f32(0.0)
-        _store_codes(at, p0, splat(inverse))
-        _store_codes(at + 16, p1, splat(inverse))
-        _store_codes(at + 32, p2, splat(inverse))
-        _store_codes(at + 48, p3, splat(inverse))
+        factor = splat(inverse)
+        _store_weights(at, 0, to_i32(nearest(mul(p0, factor))))
+        _store_weights(at, 16, to_i32(nearest(mul(p1, factor))))
+        _store_weights(at, 32, to_i32(nearest(mul(p2, factor))))
+        _store_weights(at, 48, to_i32(nearest(mul(p3, factor))))
         set_f32(at + _WEIGHT_SCALE, 0, top / _f32(_LARGEST_WEIGHT))
-
-
-@device
-def _store_codes(at, weights, inverse):  # type: ignore[no-untyped-def]
-    code = to_i32(nearest(mul(weights, inverse)))
-    store_bytes(at, shift_right(code, splat_i32(_i32(8))))
-    store_bytes(at + _LOW, code)
 
 
 def _spread_quad(b: Any, address: Any) -> Any:
@@ -103,6 +125,9 @@ def make_scores(rows: int, form: str) -> Any:
     """scores(q, ld_q, padded_dim, num_quads, groups, ld_k, fetches, out, ld_out): rows of queries times four groups of
     16 keys, each num_quads vectors ld_k bytes apart, of four dimensions of sixteen keys -> out [rows, 64], which still
     want the scales of their keys. fetches: whether to ask for what is read next."""
+    if form == "avx2":
+        return attend_codes_avx2.make_scores(rows, _SCALE)
+
     def generate(b: Any, q: Any, ld_q: Any, padded_dim: Any, num_quads: Any, groups: Any, ld_k: Any, fetches: Any,
                  out: Any, ld_out: Any) -> None:
         q_rows = [b.add(q, b.mul(ld_q, constant(I64, m))) for m in range(rows)]
@@ -137,6 +162,9 @@ def make_scores(rows: int, form: str) -> Any:
 def make_values(rows: int, vectors: int, form: str) -> Any:
     """values(p, ld_p, groups, column, ld_v, fetches, acc, ld_acc): acc[row] += sum over the keys of four groups of
     weight times value, for 64 dimensions (vectors 4) or 16 (1) from byte `column` of a value on. fetches: as above."""
+    if form == "avx2":
+        return attend_codes_avx2.make_values(rows, vectors, _WEIGHT_SCALE)
+
     def generate(b: Any, p: Any, ld_p: Any, groups: Any, column: Any, ld_v: Any, fetches: Any, acc: Any,
                  ld_acc: Any) -> None:
         p_rows = [b.add(p, b.mul(ld_p, constant(I64, m))) for m in range(rows)]

@@ -5,7 +5,8 @@ R rows of activations times 32 outputs, for weights in every packed format.
     total[row, output] += acc * (weight scale * activation scale)      one float step a block, always in block order
 
 All variants (1 to 6 rows) do the same float operations in the same order for a given row and output, so which variant
-computes a row changes no bit of it. Register use at 6 rows x 2 vectors: 12 int + 12 float accumulators of 32.
+computes a row changes no bit of it. Register use at 6 rows x 2 vectors: 12 int + 12 float accumulators of 32. AVX2 has
+half as many registers of half the size: dot_avx2.py.
 """
 from __future__ import annotations
 
@@ -16,45 +17,30 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from worker.jit import features
+from worker.jit import dot_avx2, features
+from worker.jit.tile_layout import (BLOCK, F32_WEIGHTS, INT4_MIN, INT8, INT8_WIDE, SIDE_INT4, SIDE_INT8, SIDE_MIN,
+                                    SIDE_SCALE, TILE, UNROLL, WIDE_BLOCK)
 from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, constant, fma, keep_order, make,
                                offset, prefetch, read, read_bf16, spread, write)
 
-TILE = 32                                   # outputs of one tile: two vectors
-BLOCK, WIDE_BLOCK = 32, 64                  # k per scale
-UNROLL = 4                                  # k of one step over floats; K is a multiple of BLOCK
-# Blocks, or steps over floats, that weights are asked for before they are wanted, when a tile is read for the first
-# time: the hardware loses their streams at the ends of tiles and pages. While more rows go over it, it is the next tile
-# that is asked for (worker/jit/matmul.py).
-AHEAD, WIDE_AHEAD = 8, 4
-# Columns of the activations' side table, one row of [4, K / block] per activation row (worker/jit/quantize.py):
-# scale, -128 * sum, -8 * sum (int32 bits), scale * sum.
-SIDE_SCALE, SIDE_INT8, SIDE_INT4, SIDE_MIN, SIDE_COLUMNS = 0, 1, 2, 3, 4
-# Packed formats; the numbers are those of worker/linear/formats.py.
-F32_WEIGHTS, BF16_WEIGHTS, INT8, INT4, INT4_MIN, INT8_WIDE = 0, 1, 2, 3, 4, 5
-
 
 def dot4(builder: Any, form: str, acc: Any, unsigned: Any, signed: Any) -> Any:
-    """acc + sum of the four products of each lane's bytes; unsigned and signed are VI holding bytes."""
+    """acc + sum of the four products of each lane's bytes; unsigned and signed are VI holding bytes. (AVX2 has tiles of
+    its own.)"""
     if form == "vnni512":
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", VI, [acc, unsigned, signed])
     # Bytes 0 and 2 of a lane, then 1 and 3, widened in place to int16; their products are summed in pairs, exactly.
     wide, eight = ir.VectorType(I16, 2 * LANES), constant(ir.VectorType(I16, 2 * LANES), 8)
     u, s = builder.bitcast(unsigned, wide), builder.bitcast(signed, wide)
-    even = _pairs(builder, form, builder.lshr(builder.shl(u, eight), eight), builder.ashr(builder.shl(s, eight), eight))
-    odd = _pairs(builder, form, builder.lshr(u, eight), builder.ashr(s, eight))
+    even = _pairs(builder, builder.lshr(builder.shl(u, eight), eight), builder.ashr(builder.shl(s, eight), eight))
+    odd = _pairs(builder, builder.lshr(u, eight), builder.ashr(s, eight))
     return builder.add(acc, builder.add(even, odd))
 
 
-def _pairs(builder: Any, form: str, x: Any, y: Any) -> Any:
+def _pairs(builder: Any, x: Any, y: Any) -> Any:
     """32 int16 products -> 16 int32 sums of neighbours."""
     def part(value: Any, indices: list[int]) -> Any:
         return builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(I32, len(indices)), indices))
-    if form == "avx2":
-        half = ir.VectorType(I32, 8)
-        sums = [call(builder, "llvm.x86.avx2.pmadd.wd", half, [part(x, lanes), part(y, lanes)])
-                for lanes in (list(range(16)), list(range(16, 32)))]
-        return builder.shuffle_vector(sums[0], sums[1], ir.Constant(VI, list(range(16))))
     products = [builder.mul(builder.sext(part(x, lanes), VI), builder.sext(part(y, lanes), VI))
                 for lanes in (list(range(0, 32, 2)), list(range(1, 32, 2)))]
     return builder.add(products[0], products[1])
@@ -68,6 +54,9 @@ def make_int_tile(kind: int, rows: int, form: str) -> Any:
     is WIDE_BLOCK k of INT8_WIDE, else BLOCK. Meanwhile asks for the weights at soon, a block's bytes every soon_step,
     and for scales so many bytes behind those it reads.
     """
+    if form == "avx2":
+        return dot_avx2.make_int_tile(kind, rows)
+
     def generate(b: Any, x: Any, ldx: Any, side: Any, ld_side: Any, w: Any, scales: Any, minima: Any, num_blocks: Any,
                  soon: Any, soon_step: Any, soon_scales: Any, out: Any, ld_out: Any) -> None:
         cells = [[_float_cell(b) for _ in range(2)] for _ in range(rows)]
@@ -134,34 +123,47 @@ def _halves(b: Any, address: Any) -> Any:
     return b.fpext(read(b, address, ir.VectorType(HALF, LANES), 2), VF)
 
 
-def make_float_tile(kind: int, rows: int) -> Any:
+def make_float_tile(kind: int, rows: int, form: str | None = None) -> Any:
     """tile(x, ldx, w, num_k, soon, soon_step, out, ld_out): x float32, a row every ldx bytes; w [num_k, 32] float32 or
     bfloat16. One chain of multiply-adds per row and output, in order of k. Meanwhile asks for the weights at soon,
-    those of UNROLL k every soon_step."""
+    those of UNROLL k every soon_step. Where registers are few, the tile is gone over for some rows and one of its two
+    vectors at a time."""
+    size = 4 if kind == F32_WEIGHTS else 2
+    passes = _float_passes(rows, form or features.dot_form())
+
     def generate(b: Any, x: Any, ldx: Any, w: Any, num_k: Any, soon: Any, soon_step: Any, out: Any,
                  ld_out: Any) -> None:
-        cells = [[_float_cell(b) for _ in range(2)] for _ in range(rows)]
         x_rows = [b.add(x, b.mul(ldx, constant(I64, m))) for m in range(rows)]
-        size = 4 if kind == F32_WEIGHTS else 2
-        with cgutils.for_range(b, b.udiv(num_k, constant(I64, UNROLL)), intp=I64) as loop:
-            at_w = b.add(w, b.mul(loop.index, constant(I64, UNROLL * TILE * size)))
-            at_x, at_soon = b.mul(loop.index, constant(I64, UNROLL * 4)), b.add(soon, b.mul(loop.index, soon_step))
-            totals = [[b.load(cell) for cell in row] for row in cells]
-            for line in range(0, UNROLL * TILE * size, 64):
-                prefetch(b, offset(b, at_soon, line))
-            for u in range(UNROLL):
-                weights = []
-                for v in range(2):
-                    address = offset(b, at_w, (u * TILE + v * LANES) * size)
-                    weights.append(read(b, address, VF, 4) if kind == F32_WEIGHTS else read_bf16(b, address))
-                for m in range(rows):
-                    value = spread(b, read(b, offset(b, b.add(x_rows[m], at_x), 4 * u), F32, 4), VF)
-                    totals[m] = [fma(b, weights[v], value, totals[m][v]) for v in range(2)]
-            for m in range(rows):
-                for v in range(2):
-                    b.store(totals[m][v], cells[m][v])
-        _store_tile(b, cells, out, ld_out)
+        for first, last, columns in passes:
+            cells = [[_float_cell(b) for _ in columns] for _ in range(first, last)]
+            with cgutils.for_range(b, b.udiv(num_k, constant(I64, UNROLL)), intp=I64) as loop:
+                at_w = b.add(w, b.mul(loop.index, constant(I64, UNROLL * TILE * size)))
+                at_x, at_soon = b.mul(loop.index, constant(I64, UNROLL * 4)), b.add(soon, b.mul(loop.index, soon_step))
+                totals = [[b.load(cell) for cell in row] for row in cells]
+                for line in range(0, UNROLL * TILE * size if first == columns[0] == 0 else 0, 64):
+                    prefetch(b, offset(b, at_soon, line))
+                for u in range(UNROLL):
+                    weights = []
+                    for v in columns:
+                        address = offset(b, at_w, (u * TILE + v * LANES) * size)
+                        weights.append(read(b, address, VF, 4) if kind == F32_WEIGHTS else read_bf16(b, address))
+                    for m, row in enumerate(totals):
+                        value = spread(b, read(b, offset(b, b.add(x_rows[first + m], at_x), 4 * u), F32, 4), VF)
+                        totals[m] = [fma(b, weight, value, total) for weight, total in zip(weights, row)]
+                for row, places in zip(totals, cells):
+                    for total, cell in zip(row, places):
+                        b.store(total, cell)
+            start = b.add(out, b.add(b.mul(ld_out, constant(I64, first)), constant(I64, 64 * columns[0])))
+            _store_tile(b, cells, start, ld_out)
     return make(types.void, (types.intp,) * 8, generate)
+
+
+def _float_passes(rows: int, form: str) -> list[tuple[int, int, tuple[int, ...]]]:
+    """(first row, row behind the last, vectors of the tile) of each pass."""
+    if form == "vnni512" or rows <= 2:
+        return [(0, rows, (0, 1))]
+    count = 6 if rows % 6 == 0 else 4
+    return [(first, first + count, (v,)) for v in range(2) for first in range(0, rows, count)]
 
 
 def _float_cell(b: Any) -> Any:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from numba import types
 
-from worker.jit.dot import BF16_WEIGHTS, BLOCK, F32_WEIGHTS, INT4, INT8, INT8_WIDE, TILE, WIDE_BLOCK
+from worker.jit.tile_layout import BF16_WEIGHTS, BLOCK, F32_WEIGHTS, INT4, INT8, INT8_WIDE, TILE, WIDE_BLOCK
 from worker.jit.quantize import rotate_block
 from worker.jit.vector import bits_to_f32, device, get_f16, get_f32, get_i64, get_u8, get_u16, set_f32
 

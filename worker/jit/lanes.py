@@ -46,7 +46,8 @@ _PLACES = np.array([(*(bit for bit in range(8) if m >> bit & 1), *(8 - m.bit_cou
 def _copy_by_table(builder: Any, address: Any, lanes: Any, mask: Any) -> Any:
     """Eight lanes at a time, by a permutation that a table has for every byte of the mask."""
     kind, bits, count = ir.ArrayType(I64, 256), builder.bitcast(mask, I16), constant(I64, 0)
-    table = cgutils.global_constant(builder, "places_of_bits", ir.Constant(kind, [int(x) for x in _PLACES.view("<u8")[:, 0]]))
+    numbers = ir.Constant(kind, [int(row) for row in _PLACES.view("<u8")[:, 0]])
+    table = cgutils.global_constant(builder, "places_of_bits", numbers)
     for half in range(2):
         byte = builder.zext(builder.trunc(builder.lshr(bits, I16(8 * half)), I8), I64)
         places = builder.load(builder.gep(table, [I64(0), byte]))

@@ -13,9 +13,10 @@ from typing import Any, cast
 from numba import types
 
 from worker.jit.best import ENTRY_BYTES, note_best
-from worker.jit.dot import (AHEAD, BF16_WEIGHTS, BLOCK, F32_WEIGHTS, INT4, INT4_MIN, INT8, INT8_WIDE, TILE, UNROLL,
-                            WIDE_AHEAD, WIDE_BLOCK, float_tiles, int_tiles)
+from worker.jit.dot import float_tiles, int_tiles
 from worker.jit.silu import silu_columns
+from worker.jit.tile_layout import (AHEAD, BF16_WEIGHTS, BLOCK, F32_WEIGHTS, INT4, INT4_MIN, INT8, INT8_WIDE, TILE,
+                                    UNROLL, WIDE_AHEAD, WIDE_BLOCK)
 from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
 
 KIND, X, LDX, SIDE, LD_SIDE, W, SCALES, MINIMA, NUM_K, NUM_TILES, TILE_BYTES, OUT, LD_OUT, BIAS = range(8, 22)

@@ -14,7 +14,7 @@ from typing import Any, cast
 from llvmlite import ir
 from numba import types
 
-from worker.jit.dot import BLOCK, SIDE_COLUMNS, SIDE_INT4, SIDE_INT8, SIDE_MIN, SIDE_SCALE, WIDE_BLOCK
+from worker.jit.tile_layout import BLOCK, SIDE_COLUMNS, SIDE_INT4, SIDE_INT8, SIDE_MIN, SIDE_SCALE, WIDE_BLOCK
 from worker.jit.vector import (F32, I1, I8, I32, LANES, VF, VI, call, constant, device, fma, make, offset, read, spread,
                                transposed_tree, write)
 
