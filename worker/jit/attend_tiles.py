@@ -14,6 +14,7 @@ from numba.core import cgutils
 
 from worker.jit import step as st
 from worker.jit.attend_softmax import CHUNK
+from worker.jit.registers import passes
 from worker.jit.vector import (F32, I64, LANES, VF, constant, device, fma, make, offset, prefetch, read, read_bf16,
                                read_e4m3, spread, write)
 
@@ -30,6 +31,12 @@ def _read_pool(b: Any, kind: int, address: Any) -> Any:
     return read_bf16(b, address) if kind == st.POOL_BF16 else read_e4m3(b, address)
 
 
+def _cell(b: Any, value: Any) -> Any:
+    cell = cgutils.alloca_once(b, value.type)
+    b.store(value, cell)
+    return cell
+
+
 def make_scores(kind: int, rows: int) -> Any:
     """scores(q, ld_q, dim, groups, ld_k, out, ld_out): rows of q [dim] times four groups of 16 keys, each a column of
     vectors ld_k bytes apart -> out [rows, 64]. groups: four records of GROUP_FIELDS.
@@ -38,30 +45,29 @@ def make_scores(kind: int, rows: int) -> Any:
     are asked for meanwhile.
     """
     def generate(b: Any, q: Any, ld_q: Any, dim: Any, groups: Any, ld_k: Any, out: Any, ld_out: Any) -> None:
-        cells = [[cgutils.alloca_once(b, VF) for _ in range(4)] for _ in range(rows)]
-        for row in cells:
-            for cell in row:
-                b.store(constant(VF, 0.0), cell)
         q_rows = [b.add(q, b.mul(ld_q, constant(I64, m))) for m in range(rows)]
         here = [read(b, offset(b, groups, 8 * (GROUP_FIELDS * g + GROUP_K)), I64, 8) for g in range(4)]
         sharing = 4 // ITEM_BYTES[kind]
-        with cgutils.for_range(b, dim, intp=I64) as loop:
-            at_k, at_q = b.mul(loop.index, ld_k), b.mul(loop.index, constant(I64, 4))
-            keys = [_read_pool(b, kind, b.add(group, at_k)) for group in here]
-            if rows <= FEW_ROWS:            # as many dimensions of a group as share a line: a group's line once
-                which = b.and_(loop.index, constant(I64, sharing - 1))
-                line = b.mul(b.sub(loop.index, which), ld_k)
-                for g in range(0, 4, sharing):
-                    soon = b.add(groups, b.mul(which, constant(I64, 8 * GROUP_FIELDS)))
-                    soon = read(b, offset(b, soon, 8 * (GROUP_FIELDS * g + GROUP_NEXT_K)), I64, 8)
-                    prefetch(b, b.add(soon, line), 2)
-            for m in range(rows):
-                value = spread(b, read(b, b.add(q_rows[m], at_q), F32, 4), VF)
-                for g in range(4):
-                    b.store(fma(b, keys[g], value, b.load(cells[m][g])), cells[m][g])
-        for m in range(rows):
-            for g in range(4):
-                write(b, offset(b, b.add(out, b.mul(ld_out, constant(I64, m))), 64 * g), b.load(cells[m][g]), 4)
+        for part, columns in passes(rows, 4):
+            cells = [[_cell(b, constant(VF, 0.0)) for _ in columns] for _ in part]
+            with cgutils.for_range(b, dim, intp=I64) as loop:
+                at_k, at_q = b.mul(loop.index, ld_k), b.mul(loop.index, constant(I64, 4))
+                keys = [_read_pool(b, kind, b.add(here[g], at_k)) for g in columns]
+                if rows <= FEW_ROWS and columns[0] == 0:
+                    # As many dimensions of a group as share a line: a group's line once.
+                    which = b.and_(loop.index, constant(I64, sharing - 1))
+                    line = b.mul(b.sub(loop.index, which), ld_k)
+                    for g in range(0, 4, sharing):
+                        soon = b.add(groups, b.mul(which, constant(I64, 8 * GROUP_FIELDS)))
+                        soon = read(b, offset(b, soon, 8 * (GROUP_FIELDS * g + GROUP_NEXT_K)), I64, 8)
+                        prefetch(b, b.add(soon, line), 2)
+                for m, row in zip(part, cells):
+                    value = spread(b, read(b, b.add(q_rows[m], at_q), F32, 4), VF)
+                    for key, cell in zip(keys, row):
+                        b.store(fma(b, key, value, b.load(cell)), cell)
+            for m, row in zip(part, cells):
+                for g, cell in zip(columns, row):
+                    write(b, offset(b, b.add(out, b.mul(ld_out, constant(I64, m))), 64 * g), b.load(cell), 4)
     return make(types.void, (types.intp,) * 7, generate)
 
 
@@ -72,10 +78,12 @@ def make_values(kind: int, rows: int, vectors: int) -> Any:
     def generate(b: Any, p: Any, ld_p: Any, groups: Any, first: Any, column: Any, ld_v: Any, acc: Any,
                  ld_acc: Any) -> None:
         rows_at = [b.add(acc, b.mul(ld_acc, constant(I64, m))) for m in range(rows)]
-        cells = [[cgutils.alloca_once(b, VF) for _ in range(vectors)] for _ in range(rows)]
-        for m in range(rows):
-            for i in range(vectors):
-                b.store(read(b, offset(b, rows_at[m], 64 * i), VF, 4), cells[m][i])
+        for part, columns in passes(rows, vectors):
+            add_values(b, p, ld_p, groups, first, column, ld_v, rows_at, part, columns)
+
+    def add_values(b: Any, p: Any, ld_p: Any, groups: Any, first: Any, column: Any, ld_v: Any, rows_at: list[Any],
+                   part: range, columns: range) -> None:
+        cells = [[_cell(b, read(b, offset(b, rows_at[m], 64 * i), VF, 4)) for i in columns] for m in part]
         size = LANES * ITEM_BYTES[kind]
         with cgutils.for_range(b, I64(4), intp=I64) as outer:
             group = b.add(groups, b.mul(outer.index, constant(I64, 8 * GROUP_FIELDS)))
@@ -86,17 +94,17 @@ def make_values(kind: int, rows: int, vectors: int) -> Any:
             count = read(b, offset(b, group, 8 * GROUP_COUNT), I64, 8)
             with cgutils.for_range_slice(b, skip, count, I64(1), intp=I64) as (key, _):
                 at_v, at_p = b.mul(key, ld_v), b.add(at_group, b.mul(key, constant(I64, 4)))
-                parts = [_read_pool(b, kind, offset(b, b.add(v, at_v), size * i)) for i in range(vectors)]
-                if rows <= FEW_ROWS:
+                values = [_read_pool(b, kind, offset(b, b.add(v, at_v), size * i)) for i in columns]
+                if rows <= FEW_ROWS and columns[0] == 0:
                     number = b.add(b.mul(outer.index, constant(I64, LANES)), key)
                     _fetch_values(b, groups, number, column, size * vectors)
-                for m in range(rows):
+                for m, row in zip(part, cells):
                     weight = spread(b, read(b, b.add(b.add(p, b.mul(ld_p, constant(I64, m))), at_p), F32, 4), VF)
-                    for i in range(vectors):
-                        b.store(fma(b, parts[i], weight, b.load(cells[m][i])), cells[m][i])
-        for m in range(rows):
-            for i in range(vectors):
-                write(b, offset(b, rows_at[m], 64 * i), b.load(cells[m][i]), 4)
+                    for value, cell in zip(values, row):
+                        b.store(fma(b, value, weight, b.load(cell)), cell)
+        for m, row in zip(part, cells):
+            for i, cell in zip(columns, row):
+                write(b, offset(b, rows_at[m], 64 * i), b.load(cell), 4)
     return make(types.void, (types.intp,) * 8, generate)
 
 

@@ -18,6 +18,7 @@ from numba import types
 from numba.core import cgutils
 
 from worker.jit import dot_avx2, features
+from worker.jit.registers import passes
 from worker.jit.tile_layout import (BLOCK, F32_WEIGHTS, INT4_MIN, INT8, INT8_WIDE, SIDE_INT4, SIDE_INT8, SIDE_MIN,
                                     SIDE_SCALE, TILE, UNROLL, WIDE_BLOCK)
 from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, constant, fma, keep_order, make,
@@ -123,24 +124,22 @@ def _halves(b: Any, address: Any) -> Any:
     return b.fpext(read(b, address, ir.VectorType(HALF, LANES), 2), VF)
 
 
-def make_float_tile(kind: int, rows: int, form: str | None = None) -> Any:
+def make_float_tile(kind: int, rows: int, has_many: bool | None = None) -> Any:
     """tile(x, ldx, w, num_k, soon, soon_step, out, ld_out): x float32, a row every ldx bytes; w [num_k, 32] float32 or
     bfloat16. One chain of multiply-adds per row and output, in order of k. Meanwhile asks for the weights at soon,
-    those of UNROLL k every soon_step. Where registers are few, the tile is gone over for some rows and one of its two
-    vectors at a time."""
+    those of UNROLL k every soon_step. has_many: of registers.passes."""
     size = 4 if kind == F32_WEIGHTS else 2
-    passes = _float_passes(rows, form or features.dot_form())
 
     def generate(b: Any, x: Any, ldx: Any, w: Any, num_k: Any, soon: Any, soon_step: Any, out: Any,
                  ld_out: Any) -> None:
         x_rows = [b.add(x, b.mul(ldx, constant(I64, m))) for m in range(rows)]
-        for first, last, columns in passes:
-            cells = [[_float_cell(b) for _ in columns] for _ in range(first, last)]
+        for part, columns in passes(rows, 2, has_many):
+            cells = [[_float_cell(b) for _ in columns] for _ in part]
             with cgutils.for_range(b, b.udiv(num_k, constant(I64, UNROLL)), intp=I64) as loop:
                 at_w = b.add(w, b.mul(loop.index, constant(I64, UNROLL * TILE * size)))
                 at_x, at_soon = b.mul(loop.index, constant(I64, UNROLL * 4)), b.add(soon, b.mul(loop.index, soon_step))
                 totals = [[b.load(cell) for cell in row] for row in cells]
-                for line in range(0, UNROLL * TILE * size if first == columns[0] == 0 else 0, 64):
+                for line in range(0, UNROLL * TILE * size if part[0] == columns[0] == 0 else 0, 64):
                     prefetch(b, offset(b, at_soon, line))
                 for u in range(UNROLL):
                     weights = []
@@ -148,22 +147,14 @@ def make_float_tile(kind: int, rows: int, form: str | None = None) -> Any:
                         address = offset(b, at_w, (u * TILE + v * LANES) * size)
                         weights.append(read(b, address, VF, 4) if kind == F32_WEIGHTS else read_bf16(b, address))
                     for m, row in enumerate(totals):
-                        value = spread(b, read(b, offset(b, b.add(x_rows[first + m], at_x), 4 * u), F32, 4), VF)
+                        value = spread(b, read(b, offset(b, b.add(x_rows[part[m]], at_x), 4 * u), F32, 4), VF)
                         totals[m] = [fma(b, weight, value, total) for weight, total in zip(weights, row)]
                 for row, places in zip(totals, cells):
                     for total, cell in zip(row, places):
                         b.store(total, cell)
-            start = b.add(out, b.add(b.mul(ld_out, constant(I64, first)), constant(I64, 64 * columns[0])))
+            start = b.add(out, b.add(b.mul(ld_out, constant(I64, part[0])), constant(I64, 64 * columns[0])))
             _store_tile(b, cells, start, ld_out)
     return make(types.void, (types.intp,) * 8, generate)
-
-
-def _float_passes(rows: int, form: str) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(first row, row behind the last, vectors of the tile) of each pass."""
-    if form == "vnni512" or rows <= 2:
-        return [(0, rows, (0, 1))]
-    count = 6 if rows % 6 == 0 else 4
-    return [(first, first + count, (v,)) for v in range(2) for first in range(0, rows, count)]
 
 
 def _float_cell(b: Any) -> Any:
