@@ -254,10 +254,11 @@ class WorkerLoop:
                     return
                 release_memory()                # takes 0.2 s, in which the requests of a predecessor would wait
                 self.is_tidy = True
-            self.poll(None if runner.upgrade is None else UPGRADE_POLL_MS)
+            self.poll(None if runner.upgrade is None or runner.upgrade.is_over else UPGRADE_POLL_MS)
 
     def _upgrade(self, runner: ModelRunner) -> None:
-        """Between steps: change to the compiled model once it is there."""
+        """Between steps: change to the compiled model once it is there. An upgrade that failed stays: the pool keeps
+        its layout."""
         upgrade = runner.upgrade
         if upgrade is None or self.in_flight is not None:
             return
@@ -267,8 +268,6 @@ class WorkerLoop:
             logger.info("compiled kernels serve from now on: %s, attention %s", built.text, built.backend.name)
             del built
             release_memory()                    # the torch model goes
-        elif upgrade.is_over:
-            runner.upgrade = None
 
     def _execute(self, runner: ModelRunner, plan: SchedulerOutput, received_ns: int) -> None:
         """Launch a plan, then finish the one before it, which ran meanwhile."""

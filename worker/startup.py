@@ -152,6 +152,13 @@ def prepare_device(runner: ModelRunner, max_tokens: int, starting: Starting, bet
         starting.end(f"{len(graphs.sizes)} sizes up to {graphs.sizes[-1]} rows")
 
 
+def choose_model(config: WorkerProcess, device: str) -> build.Choice | None:
+    """What the compiled model is built as; None: torch's runs. Raises ConfigError."""
+    choice, why = build.choose(config, device)
+    logger.info("%s model (%s)", "torch" if choice is None else "compiled", why if choice is None else choice.reason)
+    return choice
+
+
 def _out_of_memory(config: WorkerProcess, dtype: str, device: str) -> str:
     """What would fit instead."""
     if device == "cuda":
@@ -192,21 +199,27 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
     dtype_name, why = resolve_dtype(config.model.dtype, device, model_config.dtype)
     logger.info("device %s, dtype %s (%s), %d compute threads", device, dtype_name, why, threads)
     dtype = DTYPES[dtype_name]
-    choice, why = build.choose(config, device)
-    logger.info("%s model (%s)", "torch" if choice is None else "compiled", why if choice is None else choice.reason)
     upgrade = kept.upgrade if kept is not None else None
+    choice = upgrade.choice if upgrade is not None else choose_model(config, device)
     if choice is not None and kept is None and not compiler.is_compiled():
         reason = reason_to_wait(config, free_memory()[0])
         upgrade = Upgrade(config, choice) if reason is None else None
         logger.info("the kernels were not compiled on this machine yet: %s",
                     "torch serves meanwhile" if reason is None else f"the start waits ({reason})")
     if choice is not None and upgrade is None:
-        torch.set_num_threads(1)                # one pool of threads computes: the kernels' own
         starting.begin(Upgrade.phase)
         between()
-        build.start_kernels(threads)
-        forget_code()                           # before the weights, which then lie in its room
+        compilation = compiler.begin(model_config.vocab_size, "all") if kept is None else None
+        if compilation is not None and compilation.wait(starting.advance, between) is not None:
+            choice = choose_model(config, device)       # anew: without kernels
+        else:
+            torch.set_num_threads(1)            # one pool of threads computes: the kernels' own
+            build.start_kernels(threads)
+            forget_code()                       # before the weights, which then lie in its room
         starting.end()
+    compilation = None                          # of what the torch model's rows are sampled with, beside what follows
+    if choice is None:
+        compilation = compiler.begin(model_config.vocab_size, "sampling" if device == "cpu" else "counts")
 
     narrow_ops = ahead = None
     valid_tokens = num_valid_tokens(config.model.files)
@@ -250,6 +263,11 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
         starting.begin(ahead.phase)
         between()
         starting.end(ahead.wait(starting.advance))
+    if compilation is not None:
+        starting.begin(Upgrade.phase)
+        between()
+        compilation.wait(starting.advance, between)
+        starting.end("of the sampler")
     starting.begin("size the KV pool")
     if choice is None:
         dtype, why = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, compute_capability(device))
@@ -308,8 +326,6 @@ def build_runner(config: WorkerProcess, starting: Starting, between: Callable[[]
         jit_threads.set_num_threads(threads)
     if device == "cpu" and upgrade is None:
         jit_threads.warm_up(model_config.vocab_size)
-        if choice is not None:
-            compiler.mark_compiled()
     words = capacity_text(num_bytes, block_bytes, num_blocks, size, max_model_len)
     detail = (f"{config.model.files.served_name}: {model_config.architecture}, {stored} on {device}, attention "
               f"{backend_name}; {words} ({num_blocks} blocks of {size})")

@@ -324,6 +324,9 @@ def test_a_start_compiles_while_it_loads_weights_and_waits_before_its_first_laun
         def mark(self) -> None:
             told.append(("mark", len(device.launches)))
 
+    def begin_sampler(width: int, scope: str) -> None:
+        assert scope == "counts"
+
     def begin(*resolved: Any) -> Ahead:
         told.append(resolved[1:])
         return Ahead()
@@ -331,6 +334,7 @@ def test_a_start_compiles_while_it_loads_weights_and_waits_before_its_first_laun
                                      end=lambda detail="": told.append(detail))
     with fake_cuda(monkeypatch) as device:
         monkeypatch.setattr(compile_ahead, "compile_ahead", begin)
+        monkeypatch.setattr(startup.compiler, "begin", begin_sampler)
         monkeypatch.setattr(startup, "get_backend", lambda name, device: TritonBackend())
         monkeypatch.setattr(startup, "load_model", lambda files, **options: get_model_class(config.architecture)(
             config, dtype=torch.bfloat16, device="cuda:0"))

@@ -12,8 +12,12 @@ from numba.core.caching import UserProvidedCacheLocator
 
 
 class SharedCacheLocator(UserProvidedCacheLocator):
-    """In numba's CACHE_DIR, which is named by the content of all kernels, by the name of the package alone."""
+    """In numba's CACHE_DIR, which is named by the content of all kernels, by the name of the package alone. The date of
+    a source, which older numbas compare, differs between checkouts."""
 
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:
         return os.path.basename(os.path.dirname(os.path.abspath(py_file)))
+
+    def get_source_stamp(self) -> int:
+        return os.stat(self._py_file).st_size

@@ -1,7 +1,7 @@
 """What this processor and this installation offer to the kernels, and where compiled code is kept.
 
-Decided once per process. Does not know any kernel: a kernel asks `dot_form()` or nothing at all, because LLVM splits a
-vector of sixteen floats into whatever registers there are.
+Decided once per process; only `give_up` changes it. Does not know any kernel: a kernel asks `dot_form()` or nothing at
+all, because LLVM splits a vector of sixteen floats into whatever registers there are.
 """
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import tempfile
 from pathlib import Path
 
 # How four products of bytes are summed into an int32 lane: AVX-512 VNNI has one instruction, AVX2 three, and the
@@ -17,9 +18,19 @@ from pathlib import Path
 DOT_FORMS = ("vnni512", "avx2", "generic")
 CACHE_ROOT = os.path.join("~", ".cache", "threefold", "jit")
 
+_failure: str | None = None                     # why compiling failed
+
+
+def give_up(reason: str) -> None:
+    """The compiler failed: this process compiles nothing from now on. The next one tries again."""
+    global _failure
+    _failure = reason
+
 
 def missing() -> str | None:
     """None if kernels can be compiled here, else why not, as one line for a log."""
+    if _failure is not None:
+        return _failure
     for name in ("numba", "llvmlite"):
         if importlib.util.find_spec(name) is None:
             return f"the package {name} is not installed (python launch.py setup)"
@@ -29,10 +40,23 @@ def missing() -> str | None:
 
 
 @functools.cache
-def cpu_features() -> frozenset[str]:
-    """LLVM's names of what the processor can do: avx2, avx512vnni, avx512bf16, neon, ..."""
+def cpu_name() -> str:
+    """LLVM's name of the processor that code is generated for: this one, unless NUMBA_CPU_NAME names another."""
     import llvmlite.binding as llvm
-    return frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
+    from numba.core import config
+    return config.CPU_NAME or llvm.get_host_cpu_name()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """LLVM's names of what that processor can do: avx2, avx512vnni, avx512bf16, neon, ... With NUMBA_CPU_FEATURES those
+    it lists; what else the processor's name implies is used by LLVM alone."""
+    from numba.core import config
+    from numba.core.codegen import get_host_cpu_features
+    listed = config.CPU_FEATURES  # type: ignore[attr-defined]
+    names = (get_host_cpu_features() if listed is None else listed).split(",")
+    return frozenset(name[1:] for name in names if name.startswith("+")) - {
+        name[1:] for name in names if name.startswith("-")}
 
 
 @functools.cache
@@ -46,10 +70,9 @@ def dot_form() -> str:
 
 def describe() -> str:
     """One line for the log: what the kernels are compiled for."""
-    import llvmlite.binding as llvm
     known = ("avx2", "avx512f", "avx512vnni", "avx512bf16", "neon", "dotprod")
     has = [name for name in known if name in cpu_features()]
-    return f"{llvm.get_host_cpu_name()} ({platform.machine()}: {', '.join(has) or 'no vector extension known'}), " \
+    return f"{cpu_name()} ({platform.machine()}: {', '.join(has) or 'no vector extension known'}), " \
            f"int8 products by {dot_form()}"
 
 
@@ -62,6 +85,17 @@ def cache_folder() -> Path:
     for path in [*sorted(here.glob("*.py")), *sorted((here.parent / "sampling").glob("jit_*.py"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return Path(CACHE_ROOT).expanduser() / digest.hexdigest()
+
+
+@functools.cache
+def is_cache_writable() -> bool:
+    """Whether compiled code can be kept. If not, it is compiled in every process that uses it."""
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache_folder()).close()
+    except OSError:
+        return False
+    return True
 
 
 def drop_stale_caches(keep: int = 3) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from ipc.capacity import size_text, weight_count
 from ipc.config import WorkerProcess
-from worker.jit import build, compiler
+from worker.jit import build, compiler, features
 from worker.sampling import jit_threads
 
 logger = logging.getLogger("worker")
@@ -30,6 +30,8 @@ def reason_to_wait(config: WorkerProcess, free_bytes: int) -> str | None:
         return "--batch-invariant: a change of kernels would change tokens"
     if config.attention_backend == "jit":
         return "--attention-backend jit was asked for"
+    if not features.is_cache_writable():
+        return f"{features.cache_folder()} cannot be written, so this process compiles them, as each start will"
     both = 2 * 4 * weight_count(config.model.files.config)
     if both > free_bytes // 2:
         return f"torch's and the kernels' weights, up to {size_text(both)}, are more than half of the free memory"
@@ -37,13 +39,14 @@ def reason_to_wait(config: WorkerProcess, free_bytes: int) -> str | None:
 
 
 class Upgrade:
-    """`take` returns the compiled model once; is_over: it was taken, or it failed and torch goes on."""
+    """`take` returns the compiled model once; is_over: it was taken, or it failed and torch goes on, also after a
+    sleep."""
 
     phase = "compile kernels"
 
     def __init__(self, config: WorkerProcess, choice: build.Choice) -> None:
         self.config, self.choice, self.is_over, self.began = config, choice, False, time.monotonic()
-        self._process = compiler.start(config.model.files.config.vocab_size)
+        self._compilation = compiler.Compilation(config.model.files.config.vocab_size)
         self._thread: threading.Thread | None = None
         self._built: build.Compiled | None = None
         self._error: str | None = None
@@ -57,12 +60,14 @@ class Upgrade:
         if self.is_over:
             return None
         if self._thread is None:
-            status = self._process.poll()
-            if status == 0:
-                self._thread = threading.Thread(target=self._build, name="build", daemon=True)
-                self._thread.start()
-            elif status is not None:
-                self._give_up(f"the compiler ended with status {status}")
+            if not self._compilation.is_over():
+                return None
+            failure = self._compilation.failure()
+            if failure is not None:
+                self._give_up(failure)
+                return None
+            self._thread = threading.Thread(target=self._build, name="build", daemon=True)
+            self._thread.start()
         elif not self._thread.is_alive():
             if self._error is not None:
                 self._give_up(self._error)
@@ -83,4 +88,5 @@ class Upgrade:
 
     def _give_up(self, why: str) -> None:
         self.is_over = True
+        features.give_up(why)
         logger.error("no compiled kernels (%s); torch goes on serving", why)

@@ -30,7 +30,7 @@ device = njit(nogil=True, error_model="numpy")
 # The same without a call, for the body of a loop over few vectors: a call loads their constants again.
 inlined = njit(nogil=True, error_model="numpy", forceinline=True)
 # A function that Python calls: compiled once per machine.
-entry = njit(nogil=True, error_model="numpy", cache=True)
+entry = njit(nogil=True, error_model="numpy", cache=features.is_cache_writable())
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, HALF = ir.FloatType(), ir.HalfType()

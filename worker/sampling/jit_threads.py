@@ -144,11 +144,13 @@ def _as(column: np.ndarray, dtype: type) -> np.ndarray:
     return np.ascontiguousarray(column, dtype)
 
 
-@functools.cache
 def load() -> RowKernels | None:
     """The process's kernels; None: not available here."""
-    if features.missing() is not None:
-        return None
+    return _row_kernels() if features.missing() is None else None
+
+
+@functools.cache
+def _row_kernels() -> RowKernels:
     return RowKernels()
 
 
