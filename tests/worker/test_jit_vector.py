@@ -47,6 +47,26 @@ def test_bfloat16_is_rounded_to_nearest_even_and_keeps_nan() -> None:
     assert np.isnan(back[0])
 
 
+def test_half_precision_is_read_exactly_with_and_without_an_instruction_for_it() -> None:
+    """Without one, LLVM called a function that is not there, and the process ended."""
+    widened = v.make(v.f32x16, (numba.types.intp,), lambda b, address: v.from_f16(
+        b, v.read(b, address, v.ir.VectorType(v.I16, v.LANES), 2)))
+
+    @numba.njit
+    def run(bits, out, scalars):  # type: ignore[no-untyped-def]
+        for i in range(0, 1 << 16, 16):
+            v.store_f32(out + 4 * i, widened(bits + 2 * i))
+        for i in range(1 << 16):
+            v.set_f32(scalars, i, v.get_f16(bits, i))
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    out, scalars = np.empty(1 << 16, np.float32), np.empty(1 << 16, np.float32)
+    run(bits.ctypes.data, out.ctypes.data, scalars.ctypes.data)
+    expected = bits.view(np.float16).astype(np.float32)
+    for found in (out, scalars):
+        assert np.array_equal(found, expected, equal_nan=True)
+        assert np.array_equal(np.signbit(found), np.signbit(expected))
+
+
 @pytest.mark.parametrize("form", features.DOT_FORMS)
 @pytest.mark.parametrize("kind", [layout.INT8, layout.INT8_WIDE, layout.INT4, layout.INT4_MIN])
 @pytest.mark.parametrize("rows", [1, 3, 4, 6])

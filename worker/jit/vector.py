@@ -131,6 +131,26 @@ def read_bf16(builder: Any, address: Any) -> Any:
     return builder.bitcast(wide, VF)
 
 
+def from_f16(builder: Any, bits: Any) -> Any:
+    """The bits of half precision numbers, int16 or vectors of it, as float32.
+
+    Without an instruction LLVM calls a function that is not there. Then the bits move to where float32 has exponent and
+    mantissa, and the product with 2^112 changes the exponent's bias, of subnormal numbers too.
+    """
+    is_one = not isinstance(bits.type, ir.VectorType)
+    half, single, whole = (HALF, F32, I32) if is_one else (ir.VectorType(kind, bits.type.count)
+                                                           for kind in (HALF, F32, I32))
+    if features.cpu_features() & {"f16c", "neon"}:
+        return builder.fpext(builder.bitcast(bits, half), single)
+    wide = builder.zext(bits, whole)
+    size = builder.shl(builder.and_(wide, constant(whole, 0x7FFF)), constant(whole, 13))
+    value = builder.bitcast(builder.fmul(builder.bitcast(size, single), constant(single, 2.0 ** 112)), whole)
+    endless = builder.or_(size, constant(whole, 0x7F800000))        # infinity and NaN
+    value = builder.select(builder.icmp_unsigned(">=", size, constant(whole, 31 << 23)), endless, value)
+    sign = builder.shl(builder.and_(wide, constant(whole, 0x8000)), constant(whole, 16))
+    return builder.bitcast(builder.or_(value, sign), single)
+
+
 def read_e4m3(builder: Any, address: Any) -> Any:
     """Sixteen float8 (e4m3) as float32, times 2^-8: their bits, moved to where half precision has sign, exponent and
     mantissa, are that number, subnormal ones too."""
@@ -138,7 +158,7 @@ def read_e4m3(builder: Any, address: Any) -> Any:
     wide = builder.zext(read(builder, address, ir.VectorType(I8, LANES)), shorts)
     magnitude = builder.shl(builder.and_(wide, constant(shorts, 0x7F)), constant(shorts, 7))
     sign = builder.shl(builder.and_(wide, constant(shorts, 0x80)), constant(shorts, 8))
-    return builder.fpext(builder.bitcast(builder.or_(magnitude, sign), ir.VectorType(HALF, LANES)), VF)
+    return from_f16(builder, builder.or_(magnitude, sign))
 
 
 def make(result: Any, params: Sequence[Any], generate: Callable[..., Any]) -> Any:
@@ -177,8 +197,8 @@ get_u16 = make(types.uint16, (_ADDRESS, _ADDRESS), _indexed(I16, 2)[0])
 set_u16 = make(types.void, (_ADDRESS, _ADDRESS, types.uint16), _indexed(I16, 2)[1])
 get_u8 = make(types.uint8, (_ADDRESS, _ADDRESS), _indexed(I8, 1)[0])
 set_u8 = make(types.void, (_ADDRESS, _ADDRESS, types.uint8), _indexed(I8, 1)[1])
-get_f16 = make(types.float32, (_ADDRESS, _ADDRESS), lambda b, base, index: b.fpext(
-    b.bitcast(_indexed(I16, 2)[0](b, base, index), HALF), F32))
+get_f16 = make(types.float32, (_ADDRESS, _ADDRESS), lambda b, base, index: from_f16(
+    b, _indexed(I16, 2)[0](b, base, index)))
 bits_to_f32 = make(types.float32, (types.int32,), lambda b, bits: b.bitcast(bits, F32))
 f32_to_bits = make(types.int32, (types.float32,), lambda b, value: b.bitcast(value, I32))
 
