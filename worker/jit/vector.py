@@ -132,23 +132,33 @@ def read_bf16(builder: Any, address: Any) -> Any:
 
 
 def from_f16(builder: Any, bits: Any) -> Any:
-    """The bits of half precision numbers, int16 or vectors of it, as float32.
+    """The bits of half precision numbers, int16 or a vector of it, as float32. Without an instruction for it LLVM would
+    call a function that is not there."""
+    def of(scalar: Any) -> Any:
+        return ir.VectorType(scalar, bits.type.count) if isinstance(bits.type, ir.VectorType) else scalar
 
-    Without an instruction LLVM calls a function that is not there. Then the bits move to where float32 has exponent and
-    mantissa, and the product with 2^112 changes the exponent's bias, of subnormal numbers too.
-    """
-    is_one = not isinstance(bits.type, ir.VectorType)
-    half, single, whole = (HALF, F32, I32) if is_one else (ir.VectorType(kind, bits.type.count)
-                                                           for kind in (HALF, F32, I32))
     if features.cpu_features() & {"f16c", "neon"}:
-        return builder.fpext(builder.bitcast(bits, half), single)
+        return builder.fpext(builder.bitcast(bits, of(HALF)), of(F32))
+    name = f"from_f16_{getattr(bits.type, 'count', 1)}"
+    function = builder.module.globals.get(name)
+    if function is None:                        # one for all places, which LLVM would take minutes over
+        function = ir.Function(builder.module, ir.FunctionType(of(F32), [bits.type]), name)
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        _emit_from_f16(ir.IRBuilder(function.append_basic_block()), function.args[0], of(I32), of(F32))
+    return builder.call(function, [bits])
+
+
+def _emit_from_f16(builder: Any, bits: Any, whole: Any, single: Any) -> None:
+    """The bits move to where float32 has exponent and mantissa, and the product with 2^112 changes the exponent's bias,
+    of subnormal numbers too."""
     wide = builder.zext(bits, whole)
     size = builder.shl(builder.and_(wide, constant(whole, 0x7FFF)), constant(whole, 13))
     value = builder.bitcast(builder.fmul(builder.bitcast(size, single), constant(single, 2.0 ** 112)), whole)
     endless = builder.or_(size, constant(whole, 0x7F800000))        # infinity and NaN
     value = builder.select(builder.icmp_unsigned(">=", size, constant(whole, 31 << 23)), endless, value)
     sign = builder.shl(builder.and_(wide, constant(whole, 0x8000)), constant(whole, 16))
-    return builder.bitcast(builder.or_(value, sign), single)
+    builder.ret(builder.bitcast(builder.or_(value, sign), single))
 
 
 def read_e4m3(builder: Any, address: Any) -> Any:
