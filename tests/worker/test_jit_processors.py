@@ -75,8 +75,7 @@ def test_some_kernels_are_right_on_a_processor_without_avx(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("processor", [pytest.param("x86-64-v2", marks=pytest.mark.xfail(
-    strict=True, reason="dot.py reads half precision by fpext, not by vector.from_f16")), *list(PROCESSORS)[1:]])
+@pytest.mark.parametrize("processor", PROCESSORS)
 def test_all_kernels_compile_and_those_that_run_here_are_right(processor: str, tmp_path: Path) -> None:
     signatures = {**warmed_up("sampling"), **warmed_up("all")}
     compile_for(processor, tmp_path, list(signatures), signatures)

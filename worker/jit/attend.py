@@ -28,15 +28,15 @@ from worker.jit.attend_softmax import CHUNK, HEADER, LOG2_E, clear, finish, merg
 from worker.jit.attend_tiles import (GROUP_COUNT, GROUP_FIELDS, GROUP_K, GROUP_K_SCALES, GROUP_NEXT_K, GROUP_NEXT_V,
                                      GROUP_V, GROUP_V_SCALES, scores_rows, values_rows)
 from worker.jit.kv_codes import key_place, load_scales, times
-from worker.jit.vector import (device, get_f32, get_i32, get_i64, load_f32, prefetch_line, set_f32, set_i64, splat,
-                               store_f32)
+from worker.jit.vector import (device, get_f32, get_i32, get_i64, load_f32, merged, prefetch_line, set_f32, set_i64,
+                               splat, store_f32)
 
 _f32 = types.float32
 Q, LD_Q, K_POOL, V_POOL, OUT, LD_OUT, OUT_Q, SIDE, LD_SIDE, K_SCALES, V_SCALES = range(8, 19)
 POOL_FIELDS = (K_POOL, V_POOL, K_SCALES, V_SCALES)   # of the tensors of a cache, in order
 
 
-@device
+@merged
 def attend_unit(op, step, unit, thread, scale):  # type: ignore[no-untyped-def]
     whole, kv_heads = get_i64(step, st.NUM_WHOLE), get_i64(step, st.KV_HEADS)
     number, first_head, num_heads = _place(unit, whole, kv_heads)
@@ -54,7 +54,7 @@ def _place(unit, whole, kv_heads):  # type: ignore[no-untyped-def]
     return whole + (unit - whole) // kv_heads, (unit - whole) % kv_heads, types.int64(1)
 
 
-@device
+@merged
 def _attend(op, step, number, first_head, num_heads, next_task, next_head,  # type: ignore[no-untyped-def]
             thread, scale):
     """A task with some KV heads: chunk by chunk, and in each the heads in turn, as they lie in a block. next_task: what

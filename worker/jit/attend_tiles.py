@@ -15,8 +15,8 @@ from numba.core import cgutils
 from worker.jit import step as st
 from worker.jit.attend_softmax import CHUNK
 from worker.jit.registers import passes
-from worker.jit.vector import (F32, I64, LANES, VF, constant, device, fma, make, offset, prefetch, read, read_bf16,
-                               read_e4m3, spread, write)
+from worker.jit.vector import (F32, I64, LANES, VF, constant, device, fma, make, merged, offset, prefetch, read,
+                               read_bf16, read_e4m3, spread, write)
 
 # Fields of a group: addresses of its keys and values and, where there are any, of their scales; how many keys exist;
 # keys and values that are wanted next.
@@ -179,7 +179,7 @@ _scores_f32, _scores_bf16, _scores_fp8 = (_scores_of(kind) for kind in ITEM_BYTE
 _values_f32, _values_bf16, _values_fp8 = (_values_of(kind) for kind in ITEM_BYTES)
 
 
-@device
+@merged
 def scores_rows(kind, rows, q, ld_q, dim, groups, ld_k, out):  # type: ignore[no-untyped-def]
     if kind == st.POOL_F32:
         _scores_f32(rows, q, ld_q, dim, groups, ld_k, out)
@@ -189,7 +189,7 @@ def scores_rows(kind, rows, q, ld_q, dim, groups, ld_k, out):  # type: ignore[no
         _scores_fp8(rows, q, ld_q, dim, groups, ld_k, out)
 
 
-@device
+@merged
 def values_rows(kind, rows, p, groups, first, dim, acc, ld_acc):  # type: ignore[no-untyped-def]
     """dim here is D', a multiple of 16."""
     if kind == st.POOL_F32:

@@ -21,7 +21,7 @@ from worker.jit import dot_avx2, features
 from worker.jit.registers import passes
 from worker.jit.tile_layout import (BLOCK, F32_WEIGHTS, INT4_MIN, INT8, INT8_WIDE, SIDE_INT4, SIDE_INT8, SIDE_MIN,
                                     SIDE_SCALE, TILE, UNROLL, WIDE_BLOCK)
-from worker.jit.vector import (F32, HALF, I16, I32, I64, LANES, VF, VI, call, constant, fma, keep_order, make,
+from worker.jit.vector import (F32, I16, I32, I64, LANES, VF, VI, call, constant, fma, from_f16, keep_order, make,
                                offset, prefetch, read, read_bf16, spread, write)
 
 
@@ -121,7 +121,7 @@ def _quad(b: Any, kind: int, at_w: Any, q: int, v: int) -> Any:
 
 
 def _halves(b: Any, address: Any) -> Any:
-    return b.fpext(read(b, address, ir.VectorType(HALF, LANES), 2), VF)
+    return from_f16(b, read(b, address, ir.VectorType(I16, LANES), 2))
 
 
 def make_float_tile(kind: int, rows: int, has_many: bool | None = None) -> Any:

@@ -21,8 +21,8 @@ from numba.core import cgutils
 from worker.jit.registers import keep, opaque
 from worker.jit.tile_layout import (BLOCK, INT4_MIN, INT8, INT8_WIDE, SIDE_INT4, SIDE_INT8, SIDE_MIN, SIDE_SCALE, TILE,
                                     WIDE_BLOCK)
-from worker.jit.vector import (F32, HALF, I8, I16, I32, I64, call, constant, keep_order, make, offset, prefetch, read,
-                               spread, write)
+from worker.jit.vector import (F32, I8, I16, I32, I64, call, constant, from_f16, keep_order, make, offset, prefetch,
+                               read, spread, write)
 
 _LANES = 8
 _F, _I = ir.VectorType(F32, _LANES), ir.VectorType(I32, _LANES)
@@ -108,7 +108,7 @@ def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def _halves(b: Any, address: Any) -> Any:
-    return b.fpext(read(b, address, ir.VectorType(HALF, _LANES), 2), _F)
+    return from_f16(b, read(b, address, ir.VectorType(I16, _LANES), 2))
 
 
 def _widen(b: Any, x: Any, room: Any, block: int) -> None:

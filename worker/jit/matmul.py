@@ -17,7 +17,7 @@ from worker.jit.dot import float_tiles, int_tiles
 from worker.jit.silu import silu_columns
 from worker.jit.tile_layout import (AHEAD, BF16_WEIGHTS, BLOCK, F32_WEIGHTS, INT4, INT4_MIN, INT8, INT8_WIDE, TILE,
                                     UNROLL, WIDE_AHEAD, WIDE_BLOCK)
-from worker.jit.vector import add, device, get_i64, load_f32, set_i64, store_f32
+from worker.jit.vector import add, device, get_i64, load_f32, merged, set_i64, store_f32
 
 KIND, X, LDX, SIDE, LD_SIDE, W, SCALES, MINIMA, NUM_K, NUM_TILES, TILE_BYTES, OUT, LD_OUT, BIAS = range(8, 22)
 # TILE_ROWS: most rows of a tile for steps of up to 8, 32, 128 and more rows, eight bits each (worker/linear/table.py).
@@ -134,7 +134,7 @@ def _whole_lines(size):  # type: ignore[no-untyped-def]
     return (size + 63) // 64 * 64
 
 
-@device
+@merged
 def matmul_unit(op, unit, num_rows, thread):  # type: ignore[no-untyped-def]
     tile_units, per_unit, rows = get_i64(op, TILE_UNITS), get_i64(op, TILES_PER_UNIT), get_i64(op, ROWS_PER_UNIT)
     first_tile, first_row = unit % tile_units * per_unit, unit // tile_units * rows
@@ -209,7 +209,7 @@ def _next_fetch(w, distance, fetched, tile_bytes, step):  # type: ignore[no-unty
     return w, types.int64(0)
 
 
-@device
+@merged
 def _int_tile_rows(op, tile, next_tile, is_fetched, m, last, out, ldo):  # type: ignore[no-untyped-def]
     """The first rows that go over a tile fetch it, unless the tile before did; the others, or all, share the fetching
     of the next one, so that memory has work all the time."""
@@ -247,7 +247,7 @@ def _int_tile_rows(op, tile, next_tile, is_fetched, m, last, out, ldo):  # type:
         fetched += blocks * soon_step
 
 
-@device
+@merged
 def _float_tile_rows(op, tile, next_tile, is_fetched, m, last, out, ldo):  # type: ignore[no-untyped-def]
     """As _int_tile_rows."""
     num_k, tile_bytes, most = get_i64(op, NUM_K), get_i64(op, TILE_BYTES), get_i64(op, MOST)

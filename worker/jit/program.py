@@ -16,7 +16,7 @@ import numpy as np
 from worker.jit import attend, embed, matmul, norm, rope, silu
 from worker.jit import step as st
 from worker.jit.quantize import quantize_row
-from worker.jit.vector import bits_to_f32, device, get_i64
+from worker.jit.vector import bits_to_f32, device, get_i64, merged
 
 CODE, NUM_UNITS = 0, 1
 OP_FIELDS = 40
@@ -45,7 +45,7 @@ def _rows_per_unit(rows, num_threads):  # type: ignore[no-untyped-def]
     return max(1, min(_ROWS_PER_UNIT, rows // (4 * num_threads)))
 
 
-@device
+@merged
 def run_unit(op, step, unit, thread):  # type: ignore[no-untyped-def]
     code, rows = get_i64(op, CODE), get_i64(step, st.NUM_ROWS)
     if code == MATMUL:

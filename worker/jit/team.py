@@ -34,7 +34,7 @@ from worker.jit.atomics import atomic_add, atomic_load, atomic_store, compare_an
 from worker.jit.attend_plan import plan_attention
 from worker.jit.choice import ThreadChoice
 from worker.jit.program import NUM_UNITS, OP_BYTES, prepare, run_unit
-from worker.jit.vector import device, entry, get_i64, set_i64
+from worker.jit.vector import device, entry, get_i64, merged, set_i64
 
 # The control block, int64 fields; those that threads write lie in cache lines of their own.
 GENERATION, IDLE, SLEEPING, STOP, PROGRAM, NUM_OPS, STEP, COUNTERS, TIMEOUT, THREADS, ALONE = (
@@ -72,7 +72,7 @@ else:
         return
 
 
-@device
+@merged
 def _execute(control, generation, thread):  # type: ignore[no-untyped-def]
     """Walk the program once. Returns early when the step has ended without this thread."""
     counters, sleeping, threads = get_i64(control, COUNTERS), control + 8 * SLEEPING, get_i64(control, THREADS)
@@ -151,36 +151,42 @@ def _publish(control, generation):  # type: ignore[no-untyped-def]
         _wake(control + 8 * GENERATION)
 
 
+@device
+def _next_generation(control, seen):  # type: ignore[no-untyped-def]
+    """Wait until there is one."""
+    spins = 0
+    while True:
+        generation = atomic_load(control + 8 * GENERATION)
+        if generation != seen:
+            return generation
+        spins += 1
+        if spins < SPINS:
+            pause()
+        else:
+            atomic_add(control + 8 * IDLE, 1)
+            if atomic_load(control + 8 * GENERATION) == seen:
+                _sleep(control + 8 * GENERATION, seen, 0)
+            atomic_add(control + 8 * IDLE, -1)
+
+
 @entry
 def run_team(control, thread):  # type: ignore[no-untyped-def]
     """Thread 0: run the program once and return. Others: take part in every program until STOP. One function, because
     both contain every kernel and it is compiled once."""
-    if thread == 0:
-        generation = (get_i64(control, GENERATION) + 1) & _GENERATIONS
-        _publish(control, generation)
-        _execute(control, generation, thread)
-        return
     seen = types.int64(0)
     while True:
-        spins = 0
-        while True:
-            generation = atomic_load(control + 8 * GENERATION)
-            if generation != seen:
-                break
-            spins += 1
-            if spins < SPINS:
-                pause()
-            else:
-                atomic_add(control + 8 * IDLE, 1)
-                if atomic_load(control + 8 * GENERATION) == seen:
-                    _sleep(control + 8 * GENERATION, seen, 0)
-                atomic_add(control + 8 * IDLE, -1)
-        if atomic_load(control + 8 * STOP) != 0:
-            return
-        seen = generation
+        if thread == 0:
+            seen = (get_i64(control, GENERATION) + 1) & _GENERATIONS
+            _publish(control, seen)
+        else:
+            seen = _next_generation(control, seen)
+            if atomic_load(control + 8 * STOP) != 0:
+                return
         # Of a later step this flag may already be: then this generation's tickets are gone, whichever way is taken.
-        if atomic_load(control + 8 * ALONE) == 0:
-            _execute(control, generation, thread)
+        if thread == 0 or atomic_load(control + 8 * ALONE) == 0:
+            _execute(control, seen, thread)
+        if thread == 0:
+            return
 
 
 class Team:

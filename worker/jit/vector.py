@@ -29,6 +29,8 @@ config.CACHE_LOCATOR_CLASSES = "worker.jit.cache.SharedCacheLocator"  # type: ig
 device = njit(nogil=True, error_model="numpy")
 # The same without a call, for the body of a loop over few vectors: a call loads their constants again.
 inlined = njit(nogil=True, error_model="numpy", forceinline=True)
+# The same with one caller, compiled as lines of it: a function that contains kernels takes seconds, each time anew.
+merged = njit(nogil=True, error_model="numpy", inline="always")
 # A function that Python calls: compiled once per machine.
 entry = njit(nogil=True, error_model="numpy", cache=features.is_cache_writable())
 
